@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.evaluation.trace import pictures
-from hf_spec.evaluation.trace.pictures import ACCEPTED, INK, PADDING, PALE, REFUSED, ROWS, Canvas
+from hf_spec.evaluation.trace.pictures import ACCEPTED, PADDING, PALE, REFUSED, ROWS, Canvas
 
 IMAGES = Path(__file__).parent / "images"
-# The measurement of the front page: what `python -m examples.studies.full_table.measure` recorded.
-RECORD = Path(__file__).parents[1] / "examples/studies/full_table/smollm2_full.json"
 
 # "the cat sat on" is committed; its last token, the root, is not stored yet.
 WORDS = ["on", "the", "a", "mat", "floor", "chair", "and", "."]
@@ -113,49 +109,7 @@ def graph_merge() -> str:
     return str(canvas)
 
 
-def measured() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The record, and its rows that sum up one sequence: whatever ran with its default options."""
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
-    rows = [
-        {**row, "contender": row["contender"].partition("@")[0]}
-        for row in record["summary"]
-        if row["task"] == "all" and row["batch_size"] == 1 and ":" not in row["contender"]
-    ]
-    return record, [row for row in rows if not row["contender"].startswith("plain")]
-
-
-def speeds() -> str:
-    """Speed of ours and of others relative to plain `generate()`, with its spread."""
-    record, rows = measured()
-    left, top, line, unit = 150, 40, 25, 80
-    foot = top + len(rows) * line
-    canvas = Canvas(480, foot + 78, "Speed relative to plain generate(): median and spread")
-    canvas.text(20, 24, "speed relative to plain generate(): median, 20th to 80th percentile")
-    for index, row in enumerate(rows):
-        name, y = row["contender"], top + index * line
-        ours = " " not in name
-        canvas.text(left - 12, y + 15, f'"{name}"' if ours else name, "end")
-        canvas.box(left, y + 2, (row["ratio"] * unit, 18), ACCEPTED if ours else PALE)
-        low, high = (left + row[key] * unit for key in ("ratio_p20", "ratio_p80"))
-        canvas.box(low, y + 10, (high - low, 2), INK)
-        canvas.text(max(high, left + unit) + 10, y + 15, f"{row['ratio']:.2f}")
-    canvas.box(left + unit, top - 4, (1, foot - top + 8), INK)
-    canvas.text(left + unit, foot + 18, "plain", "middle")
-    machine = f"{record['environment']['device']}, {record['environment']['threads']} threads"
-    canvas.text(20, foot + 42, f"{record['model']}, {record['dtype']}, {machine}")
-    work = f"{record['prompts']} prompts, greedy, {record['suite']['new_tokens']} tokens"
-    outputs = "all outputs identical" if exact(rows) else "NOT all outputs identical"
-    canvas.text(20, foot + 62, f"{work}; {outputs}")
-    return str(canvas)
-
-
-def exact(rows: list[dict[str, Any]]) -> bool:
-    """Whether every output was that of plain `generate()`."""
-    return all(row["identical"] == row["outputs"] for row in rows)
-
-
 DRAWINGS: dict[str, Callable[[], str]] = {
-    "speeds.svg": speeds,
     "token_tree.svg": token_tree,
     "ancestor_mask.svg": ancestor_mask,
     "ragged_batch.svg": ragged_batch,

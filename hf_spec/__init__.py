@@ -1,7 +1,7 @@
 """Lossless speculative decoding for Hugging Face models.
 
-Importing this package lets `model.generate()` and `model.generate_batch()` understand
-`spec_strategy=` and `assistant=`.
+Importing this package adds the arguments `spec_strategy=` and `assistant=` to `model.generate()`
+and `model.generate_batch()`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hf_spec.common.installing import VERSION
-from hf_spec.common.process import started_as_command
+from hf_spec.common.installing import VERSION, started_as_command
 
 __version__ = VERSION
 
 if TYPE_CHECKING or not started_as_command():
-    # `public` hands these on as well, in a way that type checkers do not follow.
+    # `public` exports these too, but in a way that type checkers do not follow.
     from hf_spec.methods.builtin import *  # noqa: F403
     from hf_spec.public import *  # noqa: F403 - its `__all__` is the list of names
     from hf_spec.public import __all__  # noqa: F401
 else:
-    # `hf-spec --help` must not wait for torch: the command imports these once it has work to do.
+    # `hf-spec --help` must not import torch, so the command imports these names on demand.
     def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("hf_spec.public"), name)

@@ -1,4 +1,4 @@
-"""`python -m hf_spec` is the `hf-spec` command."""
+"""`python -m hf_spec` runs the `hf-spec` command."""
 
 from hf_spec.cli import main
 

@@ -18,7 +18,7 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.streaming import BatchStreamer, BatchTextStreamer
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation.compiling import CompileReport, compile  # noqa: A004 - as torch's
 from hf_spec.generation.custom_generate import custom_generate
 from hf_spec.generation.hook import disable, enable

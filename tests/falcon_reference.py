@@ -118,7 +118,7 @@ def drafted(
                 above = [found[start[:depth]][0] for depth in range(1, len(start) + 1)]
                 text, before = [*tokens, *above], known[start[:-size]]
                 known[start] = extended(head, text, len(tokens) - len(features), before, ends)
-            probs = head.head.known(known[start][-size:]).float().softmax(dim=-1)
+            probs = head.head.draft_logits(known[start][-size:]).float().softmax(dim=-1)
             lists[start] = probs.sort(dim=-1, descending=True, stable=True)
         chances, places = lists[start]
         slot, rank = len(path) - len(start) - 1, path[-1]

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.common.compat import CACHE_NAME
-from hf_spec.engine.forward.tree_attention import storing_layers
+from hf_spec.engine.forward.step import storing_layers
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.gemma_assistant.head import FAMILY, GemmaAssistant, build
 from tests import tiny_models

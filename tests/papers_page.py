@@ -18,7 +18,7 @@ from examples.studies.disco import ablation, few_tokens
 from examples.studies.ems_sd import halves
 from examples.studies.gsd import sweep
 from examples.studies.sdsat import task_quality
-from hf_spec.evaluation.bench.prices import Spent, at_one_price
+from hf_spec.evaluation.bench.calibrate.disco import ForwardCounts, seconds_at_median_cost
 from hf_spec.evaluation.bench.tables import Table
 
 TESTS = Path(__file__).parent
@@ -221,7 +221,7 @@ Why: with the paper's thresholds a draft model this small branches little, so th
 merge and to choose from; with less pruning and more nodes tau rises, for the most part without
 merging. On a CPU that does not pay: drafting so many nodes and sending a hundred costs more than
 the tokens bring, and where measured time decides the thresholds make no difference beyond the
-spread, so the defaults stay. See [GSD](gsd.md#measured).
+spread, so the defaults stay. See [GSD](gsd.md).
 
 ## EMS-SD
 
@@ -259,7 +259,7 @@ padded inputs run {ems_tokens}; a gap in keys and values is
 looked over by attention alone, a small part of a model of this size. On the paper's A100 five
 tokens a row take {ems_paper_forward} times as long as one, at 16 rows, so there what padding runs
 costs little and what it stores remains. Our rows also accept fewer tokens, so gaps grow slowly
-([batches](batches.md#measured)).
+([the study](../examples/studies/ems_sd/README.md)).
 """
 
 
@@ -428,7 +428,7 @@ def priced(record: str, name: str) -> float:
     """Seconds of a way's forwards: the target's at what all ways pay, a level at what it pays."""
     records = [one for one in load(record)["records"] if one["contender"] not in ("plain", "none")]
     spent = [
-        Spent(
+        ForwardCounts(
             one["contender"],
             one["target_forwards"],
             one["stats"]["verify_seconds"],
@@ -437,7 +437,7 @@ def priced(record: str, name: str) -> float:
         )
         for one in records
     ]
-    costs = zip(records, at_one_price(spent), strict=True)
+    costs = zip(records, seconds_at_median_cost(spent), strict=True)
     return sum(cost for one, cost in costs if one["contender"] == name)
 
 

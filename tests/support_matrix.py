@@ -62,7 +62,7 @@ Made by `python -m tests.support_matrix` from the parameters and the record of t
 test compares. "yes" stands where a test runs the combination, "refused" where a test demands the
 error; an empty cell is not tested. Models are tiny, of random weights, on a CPU; the real ones that
 are tested are SmolLM2-135M-Instruct and Gemma-3-270M. An architecture that is not listed may work:
-what cannot is refused, and [`hf-spec verify`](verify.md) tells.
+what cannot is refused, and [`hf-spec verify`](measure.md) tells.
 
 ## Families
 
@@ -91,13 +91,13 @@ line per row, padded to the longest of the step; keys and values are padded in n
 
 {number_of_families} families, greedy, float32: the tokens of plain `generate()`, on one prompt and
 on a ragged batch of three, as chains and as trees (`tests/targets/test_image_text.py`). All
-strategies were run on {strategies_on}. How: [images](targets.md#images-in-the-prompt).
+strategies were run on {strategies_on}. How: [images](supported-models.md#images).
 
 {families}
 ## Speech
 
 Whisper, greedy, float32: the tokens of its own `generate()` (`tests/targets/test_whisper.py`). How:
-[Whisper](targets.md#speech-whisper).
+[Whisper](supported-models.md#whisper).
 
 {speech}
 ## Recurrent and hybrid models
@@ -118,7 +118,8 @@ Greedy output beside plain `generate()`, in half precision up to ties of the two
 ## Quantised, offloaded and distributed weights
 
 A Llama on the CPU beside plain `generate()` of the same model: equal up to ties where it is
-quantised, equal otherwise (`tests/targets`). Details and refusals: [targets](targets.md).
+quantized, equal otherwise (`tests/targets`). Details and errors:
+[supported models](supported-models.md).
 
 {placements}
 Two processes were also compared on {parallel}, with the first three of
@@ -127,7 +128,8 @@ these strategies.
 ## Refused
 
 Of the classes above, before the first forward, with this sentence. Encoder-decoders that stand in
-neither place are refused like theirs. What else is refused: [limits](limits.md).
+neither place are refused like theirs. What else is refused:
+[supported models](supported-models.md).
 
 {refused}
 ## Not tried

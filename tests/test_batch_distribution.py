@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from tests.test_distribution import (
     ALPHA,
     PLAIN,

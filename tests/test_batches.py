@@ -18,7 +18,7 @@ from hf_spec import (
     known_strategies,
 )
 from hf_spec.common.compat import CACHE_NAME, output_cache
-from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
 

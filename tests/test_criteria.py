@@ -14,7 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 import hf_spec
 from hf_spec import OptionError
 from hf_spec.engine.decode.stopping import StopRules
-from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.evaluation.lossless.distribution import IMPOSSIBLE, chi_square
 from tests import criteria, test_distribution, tiny_models
 from tests.model_watch import count_forwards

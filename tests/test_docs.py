@@ -16,9 +16,10 @@ import pytest
 import torch
 import transformers
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_spec
+from examples.studies.full_table.measure import MODELS, digests
 from hf_spec.cli.app import COMMANDS, load_command
 from hf_spec.methods import registry
 from tests import papers_page, support_matrix, tiny_models
@@ -31,8 +32,6 @@ PAGES = sorted(
     if "_build" not in path.parts
 )
 
-# Pages whose Python blocks run, one after the other, with a tiny model in place of SmolLM2.
-RUN = ["README.md", "docs/quickstart.md", "docs/your-own-drafter.md"]
 NOT_RUN = "<!-- not run:"
 
 # Pages with a table of all options of a strategy.
@@ -146,31 +145,25 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def names(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the examples may take as given; strategies that they register are forgotten."""
+    """Namespace for the code of a page, with a tiny model in place of SmolLM2."""
     monkeypatch.setattr("hf_spec.common.small_models.smollm2_135m_instruct", lambda: tiny_folder)
     monkeypatch.setattr(registry, "_STRATEGIES", dict(registry._STRATEGIES))
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    return {
-        "__name__": "documentation",
-        "hf_spec": hf_spec,
-        "model": AutoModelForCausalLM.from_pretrained(tiny_folder),
-        "tokenizer": tokenizer,
-        "inputs": tokenizer("baceda", return_tensors="pt"),
-        "prompts": [[5, 6, 7, 5, 6], [8, 9]],
-        "documents": ["baceda", "dafe"],
-    }
+    return {"__name__": "documentation"}
 
 
-def run_blocks(page: str, names: dict[str, Any]) -> int:
-    """Execute the Python blocks of a page that are not marked; how many there were."""
+def python_blocks(page: Path | str) -> list[re.Match[str]]:
+    """Return the Python blocks of a page that are not marked as not run."""
     blocks = [block for block in FENCE.finditer(read(page)) if block["language"] == "python"]
-    run = [block for block in blocks if not (block["mark"] or "").startswith(NOT_RUN)]
-    for block in run:
+    return [block for block in blocks if not (block["mark"] or "").startswith(NOT_RUN)]
+
+
+def run_blocks(page: Path | str, names: dict[str, Any]) -> None:
+    """Execute the Python blocks of a page, which take the names of those before them."""
+    for block in python_blocks(page):
         line = read(page)[: block.start("code")].count("\n")
         exec(
             compile("\n" * line + block["code"], str(ROOT / page), "exec", dont_inherit=True), names
         )
-    return len(run)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -183,9 +176,16 @@ def test_examples_parse_and_name_what_exists(page: Path) -> None:
                 assert hasattr(hf_spec, name.rstrip("(")), f"hf_spec.{name}"
 
 
-@pytest.mark.parametrize("page", RUN)
-def test_examples_run(page: str, names: dict[str, Any]) -> None:
-    assert run_blocks(page, names) > 0
+USER_PAGES = [page for page in PAGES if page.parts[0] in {"README.md", "docs"}]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("page", [page for page in USER_PAGES if python_blocks(page)], ids=str)
+def test_examples_run_as_pasted(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page run in order, on the real model, with nothing defined before."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(registry, "_STRATEGIES", dict(registry._STRATEGIES))
+    run_blocks(page, {"__name__": "documentation"})
 
 
 class TestYourOwnDrafter:
@@ -198,7 +198,8 @@ class TestYourOwnDrafter:
         nodes = [node for code in blocks for node in ast.walk(ast.parse(code))]
         modules = [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
         modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-        assert {name for name in modules if name.startswith("hf_spec")} == {"hf_spec"}
+        own = {name for name in modules if name.startswith("hf_spec")}
+        assert own == {"hf_spec", "hf_spec.common.small_models"}
         names = [
             alias.name
             for node in nodes
@@ -350,39 +351,39 @@ class TestStyle:
 def test_the_front_page_shows_a_result_before_it_links() -> None:
     text = read("docs/index.md")
     first_link = next(match.start() for match in re.finditer(r"(?<!!)\[[^\]]*\]\([^)]*\)", text))
-    picture = text.index("](images/speeds.svg)")
-    assert picture < first_link
+    assert text.index("](images/ui.png)") < first_link
 
 
-def test_the_picture_of_the_front_page_has_the_figures_of_its_record() -> None:
-    """Of everything that ran with its defaults, and of nothing else."""
-    made = runpy.run_path(str(DOCS / "drawings.py"))
-    _, rows = made["measured"]()
-    names = [row["contender"] for row in rows]
-    assert {"none", "lookup", "falcon", "auto"} <= set(names)
-    assert len(set(names)) == len(names)
-    assert not [name for name in names if "=" in name]
-    picture = read("docs/images/speeds.svg")
-    for row in rows:
-        assert f">{row['ratio']:.2f}<" in picture
-    assert "; all outputs identical<" in picture
+class TestSpeeds:
+    """Every speed of README and docs is generated from one record, of today's adapters."""
 
+    MADE = runpy.run_path(str(DOCS / "speeds.py"))
 
-def test_the_printed_statistics_are_what_is_printed(
-    names: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Labels and notes of the quickstart; the figures are those of a real model."""
-    run_blocks("docs/quickstart.md", names)
-    printed = capsys.readouterr().out.partition("new tokens")[2]
-    [shown] = re.findall(
-        r"^```text\n.*?new tokens(.*?)```", read("docs/quickstart.md"), re.M | re.S
-    )
+    @pytest.mark.parametrize("page", MADE["PAGES"])
+    def test_the_pages_have_the_figures_of_the_record(self, page: str) -> None:
+        assert "<!-- speeds: " in read(page)
+        assert read(page) == self.MADE["written"](read(page)), "run: python docs/speeds.py"
 
-    def words(text: str) -> list[str]:
-        return [re.sub(r"[\d.,% ]+", " ", line).strip() for line in text.strip().splitlines()]
+    def test_the_picture_has_them_too(self) -> None:
+        assert self.MADE["PICTURE"].read_text("utf-8") == self.MADE["picture"]()
 
-    expected = words(shown)
-    assert words(printed)[: len(expected)] == expected
+    def test_the_record_is_of_the_adapters_that_are_shipped(self) -> None:
+        for model, path in self.MADE["RECORDS"].items():
+            record = json.loads(path.read_text("utf-8"))
+            assert record["adapters"] == digests(MODELS[model], ROOT / "examples" / "adapters")
+
+    def test_its_outputs_are_those_of_plain_generate(self) -> None:
+        for path in self.MADE["RECORDS"].values():
+            rows = self.MADE["rows_of"](json.loads(path.read_text("utf-8")))
+            assert {"plain", "none", "lookup", "falcon", "auto"} <= {row["name"] for row in rows}
+            assert all(row["identical"] == row["outputs"] for row in rows)
+
+    @pytest.mark.parametrize("page", USER_PAGES, ids=str)
+    def test_no_other_page_quotes_a_speed(self, page: Path) -> None:
+        """Speedups are on generated pages only."""
+        if page.name in {"README.md", "benchmarks.md", "papers.md"}:
+            return
+        assert re.findall(r"\b\d+\.\d+x\b", FENCE.sub("", read(page))) == []
 
 
 def test_the_citation_names_this_version_and_every_method() -> None:

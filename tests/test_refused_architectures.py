@@ -37,9 +37,12 @@ REFUSED = {
     "mpt": ({"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4}, "no position_ids"),
     "openai-gpt": (
         {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
-        "OpenAIGPTLMHeadModel .* keeps no keys and values",
+        "OpenAIGPTLMHeadModel .* caches no keys and values",
     ),
-    "roformer": ({**SMALL, "is_decoder": True}, "RoFormerForCausalLM .* share the angles"),
+    "roformer": (
+        {**SMALL, "is_decoder": True},
+        "RoFormerForCausalLM .* share one set of position angles",
+    ),
 }
 
 TOWER = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
@@ -55,7 +58,7 @@ REFUSED_WITH_IMAGES = {
             },
             "vision_config": {**TOWER, "num_attention_heads": 2},
         },
-        "Kosmos2_5.* positions from its padding token on",
+        "Kosmos2_5.* positions from the padding token on",
     ),
     "mllama": (
         {

@@ -23,7 +23,7 @@ from hf_spec.adapters.base_name import base_name
 from hf_spec.adapters.quantized import BITS, quantize
 from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError, OptionError
-from hf_spec.common.files import written_whole
+from hf_spec.common.files import atomic_write
 from hf_spec.common.installing import how_to_install
 from hf_spec.engine.models.cross_attention import num_layers
 
@@ -227,9 +227,9 @@ def save_adapter(folder: str | os.PathLike[str], adapter: Adapter) -> None:
         "base": asdict(adapter.base),
     }
     write_custom_generate(folder)
-    with written_whole(folder / WEIGHTS_NAME) as part:
+    with atomic_write(folder / WEIGHTS_NAME) as part:
         save_file(tensors, part, metadata={"format": "pt"})
-    with written_whole(folder / CONFIG_NAME) as part:
+    with atomic_write(folder / CONFIG_NAME) as part:
         part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -238,5 +238,5 @@ def write_custom_generate(folder: Path) -> None:
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
     for name, text in FILES.items():
-        with written_whole(target / name) as part:
+        with atomic_write(target / name) as part:
             part.write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_spec.adapters.adapter import Adapter, save_adapter
 from hf_spec.adapters.base_name import is_hub_id
 from hf_spec.common.errors import AssistantError
-from hf_spec.common.files import written_whole
+from hf_spec.common.files import atomic_write
 from hf_spec.common.installing import WHERE, install_command
 
 CARD_NAME = "README.md"
@@ -159,7 +159,7 @@ def write_card(
         machine=", ".join(f"{key} {value}" for key, value in bench.get("environment", {}).items()),
         training=[(label, _cell(v)) for label, v in _flat(adapter.options.get("training"))],
     )
-    with written_whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text(str(card), encoding="utf-8")
     return path
 

@@ -21,7 +21,7 @@ from hf_spec.adapters.card import CARD_NAME
 from hf_spec.adapters.hub import Place
 from hf_spec.adapters.reading import PICKLES, read_json, regular_file, tensors_of
 from hf_spec.common.errors import AssistantError
-from hf_spec.common.files import write_json, written_whole
+from hf_spec.common.files import atomic_write, write_json
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -176,12 +176,12 @@ def write_published(
 ) -> None:
     """Write a head as it would be published, with its model card; create `folder` if needed."""
     folder.mkdir(parents=True, exist_ok=True)
-    with written_whole(folder / WEIGHTS[0]) as part:
+    with atomic_write(folder / WEIGHTS[0]) as part:
         # Tensors that share memory cannot be saved.
         save_file(
             {name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, part
         )
-    with written_whole(folder / CARD_NAME) as part:
+    with atomic_write(folder / CARD_NAME) as part:
         part.write_text(card, encoding="utf-8")
     # Last: without a config the folder is not a head.
     write_json(folder / CONFIG, config, indent=2)

@@ -1,4 +1,4 @@
-"""The `hf-spec` command and its sub-commands."""
+"""Command line `hf-spec`: `app` lists the sub-commands, one module each."""
 
 from hf_spec.cli.main import main
 

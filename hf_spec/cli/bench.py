@@ -1,4 +1,4 @@
-"""`hf-spec bench`: a thin command over `hf_spec.evaluation.bench.suite`."""
+"""`hf-spec bench`, a thin command over `hf_spec.evaluation.bench.suite`."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ if TYPE_CHECKING:
 
 
 @options.from_settings
-def bench(  # noqa: PLR0913 - one parameter an option
+def bench(  # noqa: PLR0913 - one parameter per option
     *,
     model: options.ModelArgument,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated; lookup by default."),
+        typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated. Default: lookup."),
     ] = None,
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,
-    whole: Annotated[bool, typer.Option("--whole", help="A text file is one prompt.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Read a text file as one prompt.")] = False,
     per_task: options.PerTask = 4,
-    task: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.")] = None,
     suite: Suite,
     placement: options.Placement,
-    out: Annotated[Path | None, typer.Option(help="JSON file, whole after every prompt.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file, updated after every prompt.")] = None,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the tables as Markdown.")
     ] = False,
-    plots: Annotated[Path | None, typer.Option(help="Folder; also times forwards by size.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder for plots; also times forward passes by size.")
+    ] = None,
 ) -> None:
-    """Measure strategies against plain generate() and what others offer, on your own prompts.
+    """Benchmark strategies against plain generate() and other implementations.
 
-    All contenders run in one process, prompt by prompt, in turn, so that a change of the machine's
-    speed meets every one of them.
+    All contenders run interleaved in one process, prompt by prompt, so that changes of the
+    machine's speed affect all of them.
 
         hf-spec bench MODEL --strategy lookup --strategy falcon@HEAD --out results.json
     """
@@ -55,11 +57,11 @@ def bench(  # noqa: PLR0913 - one parameter an option
 
     options.check_out(out, prompts)
     if plots is not None and plots.exists() and not plots.is_dir():
-        raise OptionError(f"--plots {plots}: that is a file, and a folder is made")
+        raise OptionError(f"--plots {plots} is a file; use a new or existing folder")
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         raise OptionError(f"--plots needs matplotlib: {how_to_install('bench')}")
-    usual = ["lookup"] if suite.synthetic_acceptance is None else []
-    entries = parse_entries(strategy or usual, assistant or [])
+    default = ["lookup"] if suite.synthetic_acceptance is None else []
+    entries = parse_entries(strategy or default, assistant or [])
     texts = load_prompts(prompts, per_task, task or (), whole)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     suite = replace(suite, step_cost=plots is not None)
@@ -71,10 +73,9 @@ def bench(  # noqa: PLR0913 - one parameter an option
 def run_and_write(
     benchmark: Benchmark, facts: Mapping[str, Any], out: Path | None, plots: Path | None
 ) -> dict[str, Any]:
-    """Measure with a progress bar, and return the results, with `facts` before all else.
+    """Run a benchmark with a progress bar and return the results, after `facts`.
 
-    They are written to the JSON file `out`, whole after every batch, and drawn into the folder
-    `plots`.
+    Results are written to the JSON file `out` after every batch, and plotted into `plots`.
     """
     from tqdm import tqdm
 
@@ -94,7 +95,7 @@ def run_and_write(
 
 
 def show(report: Mapping[str, Any], as_markdown: bool = False) -> None:
-    """Print the tables: drawn on a terminal, in columns of text into a pipe, or as Markdown."""
+    """Print the tables: drawn in a terminal, as plain text into a pipe, or as Markdown."""
     from rich.console import Console
 
     from hf_spec.evaluation.bench.report import SYNTHETIC, markdown, sections, text
@@ -104,8 +105,8 @@ def show(report: Mapping[str, Any], as_markdown: bool = False) -> None:
     if as_markdown or not console.is_terminal:
         typer.echo(markdown(report) if as_markdown else text(report))
         return
-    if said := notice(report):
-        console.print(said + SYNTHETIC, style="bold yellow", markup=False)
+    if synthetic := notice(report):
+        console.print(synthetic + SYNTHETIC, style="bold yellow", markup=False)
     for title, tables in sections(report).items():
         console.rule(title)
         console.print(*(table.drawn() for table in tables), sep="\n")

@@ -1,4 +1,4 @@
-"""`hf-spec card`: the model card of an adapter."""
+"""`hf-spec card`: write the model card of an adapter."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ def card(
         typer.Option(exists=True, dir_okay=False, help="JSON file of `hf-spec bench --out`."),
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="Hub id of the base; its name in training by default.")
+        str | None, typer.Option(help="Hub id of the base model. Default: its name in training.")
     ] = None,
     weights_license: Annotated[
-        str | None, typer.Option("--license", help="Of the weights, such as apache-2.0.")
+        str | None,
+        typer.Option("--license", help="License of the weights, for example apache-2.0."),
     ] = None,
     dataset: Annotated[
-        list[str] | None, typer.Option(help="Hub id of texts it learned from; may be repeated.")
+        list[str] | None, typer.Option(help="Hub id of a training set; may be repeated.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the card that is there.")
+        bool, typer.Option("--overwrite", help="Replace an existing card.")
     ] = False,
 ) -> None:
     """Write the model card of an adapter.
 
-    It says what the adapter is for, how it is used, and what was measured when it was trained and,
-    with --results, in a benchmark.
+    The card has the purpose and usage of the adapter and the metrics of its training and, with
+    --results, of a benchmark.
 
         hf-spec card my-head --results results.json --license apache-2.0
     """

@@ -1,4 +1,4 @@
-"""`hf-spec export`: a head for another engine."""
+"""`hf-spec export`: write a head for another engine."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ import typer
 def export(
     head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE-3 head.")],
     out: Annotated[Path, typer.Argument(help="New folder for config, weights and a card.")],
-    engine: Annotated[
-        Literal["vllm", "sglang"], typer.Option("--for", help="The engine that is to read it.")
-    ],
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option("--for", help="Target engine.")],
     model: Annotated[
         str | None,
         typer.Option(
-            help="The target, folder or Hub id, of which only the config is read; by default the "
-            "one that the head names."
+            help="Target model, folder or Hub id; only its config is read. Default: the model "
+            "named in the head."
         ),
     ] = None,
 ) -> None:
-    """Write an EAGLE-3 head in the layout that vLLM or SGLang reads.
+    """Write an EAGLE-3 head in the layout of vLLM or SGLang.
 
-    Heads of `hf-spec train eagle` and published ones, whatever their layout; heads whose network
-    the engine does not have are refused. The command that starts the engine is printed.
+    Supports heads of `hf-spec train eagle` and published heads in any layout whose network the
+    engine supports. Prints the command that starts the engine.
 
         hf-spec export my-eagle my-eagle-for-sglang --for sglang
     """

@@ -1,10 +1,10 @@
-"""How a command ends that cannot do what it was asked: one sentence, and a status.
+"""Exit status and one-sentence error message of a failed command.
 
-0 done, 1 failed, 2 the caller's mistake, 3 nothing proven (`hf-spec verify`), 130 stopped by
-Ctrl-C. A wrong name, option, value, file or assistant is the caller's mistake; a model that cannot
-be served, a Hub that does not answer or a full disk is a failure. Errors that say what is wrong are
-`ValueError`s (all of `hf_spec`'s are) and `OSError`s; any other exception is a mistake in the code
-and keeps its traceback.
+Status: 0 success, 1 failure, 2 invalid usage, 3 not proven (`hf-spec verify`), 130 interrupted by
+Ctrl-C. An invalid name, option, value, file or assistant is invalid usage. An unsupported model, an
+unreachable Hub or a full disk is a failure. Only `ValueError` (which includes all errors of
+hf_spec) and `OSError` are turned into messages; other exceptions are bugs and keep their
+traceback.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRONG_USAGE = 2
 UNPROVEN = 3
 INTERRUPTED = 130
 
-CALLERS_MISTAKES = (
+USAGE_ERRORS = (
     OptionError,
     AssistantError,
     FileNotFoundError,
@@ -32,23 +32,23 @@ CALLERS_MISTAKES = (
     PermissionError,
 )
 
-# Set to 1, it shows tracebacks, as --debug does.
+# Environment variable of --debug.
 DEBUG_VARIABLE = "HF_SPEC_DEBUG"
 
 
 @contextmanager
-def in_one_sentence(debug: bool = False) -> Iterator[None]:
-    """Turn an error into one sentence on standard error and a status, unless `debug` is set."""
+def exit_with_message(debug: bool = False) -> Iterator[None]:
+    """Turn an error into one sentence on standard error and an exit status, unless `debug`."""
     try:
         yield
     except (ValueError, OSError) as error:
-        # The reader of a pipe that went away is typer's business.
+        # typer handles a closed pipe.
         if debug or isinstance(error, BrokenPipeError):
             raise
         Console(stderr=True, soft_wrap=True).print(
             Text("error: ", style="bold red"), Text(str(error) or type(error).__name__), sep=""
         )
-        mistake = isinstance(error, CALLERS_MISTAKES) and not isinstance(error, HubError)
-        raise typer.Exit(WRONG_USAGE if mistake else FAILED) from error
+        is_usage = isinstance(error, USAGE_ERRORS) and not isinstance(error, HubError)
+        raise typer.Exit(WRONG_USAGE if is_usage else FAILED) from error
     except KeyboardInterrupt as stop:
         raise typer.Exit(INTERRUPTED) from stop

@@ -1,4 +1,4 @@
-"""`hf-spec import-head`: a published pickle as safetensors."""
+"""`hf-spec import-head`: convert a published pickle to safetensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def import_head(
     repo: Annotated[str, typer.Argument(help="Folder or Hub id of a published head.")],
     out: Annotated[Path, typer.Argument(help="New folder for config, safetensors and a card.")],
 ) -> None:
-    """Convert a published head that lies on the Hub as a pickle to safetensors.
+    """Convert a published head from pickle to safetensors.
 
-    Strategies never load pickles. This command does, when you ask for it, and takes tensors alone
-    (torch.load with weights_only=True).
+    Strategies never load pickles. This command loads only their tensors (torch.load with
+    weights_only=True).
 
         hf-spec import-head yuhuili/EAGLE-LLaMA3-Instruct-8B my-eagle
     """

@@ -1,4 +1,4 @@
-"""Loading the target that a command names."""
+"""Loading of the target model of a command."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from hf_spec.common.errors import OptionError, SpecError
 from hf_spec.common.hub import load_named
 from hf_spec.training.trainer import processes
 
-ANYWHERE = Placement()
+DEFAULT_PLACEMENT = Placement()
 
 
-def load_target(name: str, placement: Placement = ANYWHERE) -> PreTrainedModel:
-    """The model `name`, a folder or Hub id, in evaluation mode.
+def load_target(name: str, placement: Placement = DEFAULT_PLACEMENT) -> PreTrainedModel:
+    """Return the model `name`, a folder or Hub id, in evaluation mode.
 
-    With dtype "auto" it is as it is stored, but float32 on a CPU, where outputs are equal token by
-    token, few processors compute in bfloat16 and long forwards in float16 are several times slower.
-    By default it is on the GPU of this process, if there is one.
+    The dtype "auto" is that of the checkpoint, but float32 on a CPU: there outputs are identical,
+    few processors have bfloat16 instructions, and long forward passes in float16 are slow. The
+    default device is the GPU of this process, if there is one.
 
     Raises:
-        OptionError: if there is no such model or device.
-        HubError: if the model must be fetched and the Hub cannot be reached.
+        OptionError: if the model or the device does not exist.
+        HubError: if the model is not cached and the Hub is unreachable.
     """
-    place, dtype = device_and_dtype(placement)
+    device, dtype = device_and_dtype(placement)
     if Path(name).is_dir() and is_adapter(name):
         raise OptionError(
-            f"{name} is an adapter, not a model; name its base as the model, and the adapter "
-            f"after a strategy: --strategy NAME@{name}"
+            f"{name} is an adapter, not a model; use its base as the model, and the adapter as "
+            f"--strategy NAME@{name}"
         )
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     model: Any = _load(AutoModelForCausalLM, name, dtype=kind, use_safetensors=True)
-    return model.to(place).eval()
+    return model.to(device).eval()
 
 
 def device_and_dtype(placement: Placement) -> tuple[torch.device, str]:
-    """Where a model goes and the name of its dtype or "auto"; see `load_target`."""
-    place, dtype = _device(placement.device), placement.dtype
-    return place, "float32" if dtype == "auto" and place.type == "cpu" else dtype
+    """Return the device of a model and the name of its dtype or "auto"; see `load_target`."""
+    device, dtype = _device(placement.device), placement.dtype
+    return device, "float32" if dtype == "auto" and device.type == "cpu" else dtype
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of the model `name`; errors are those of `load_target`."""
+    """Return the tokenizer of the model `name`; raises the errors of `load_target`."""
     return _load(AutoTokenizer, name)
 
 
 def own_device() -> torch.device:
-    """The GPU of this process, counted on its machine; the CPU where there is none."""
+    """Return the GPU with the local index of this process, or the CPU without GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", processes().local_process_index)
@@ -60,26 +60,26 @@ def own_device() -> torch.device:
 
 def _device(name: str | None) -> torch.device:
     try:
-        place = torch.device(name) if name else own_device()
+        device = torch.device(name) if name else own_device()
     except RuntimeError as error:
         raise OptionError(f"--device {name}: choose cpu, cuda or cuda:1") from error
-    if place.type == "meta":
-        raise OptionError(f"--device {name} keeps no weights; choose cpu, cuda or cuda:1")
-    if place.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "meta":
+        raise OptionError(f"--device {name} stores no weights; choose cpu, cuda or cuda:1")
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(f"--device {name}: torch finds no GPU here; choose cpu")
     try:
-        torch.empty(1, device=place)
-    # Each kind of device says in its own way that it is not there.
+        torch.empty(1, device=device)
+    # The error of a missing device depends on its type.
     except (AssertionError, ImportError, RuntimeError) as error:
         raise OptionError(
             f"--device {name}: torch has no such device here; choose cpu, cuda or cuda:1"
         ) from error
-    return place
+    return device
 
 
 def _load(kind: Any, name: str, **arguments: Any) -> Any:
     try:
-        # Left open, transformers would ask on the terminal whether to run a model's own code.
+        # Without a value, transformers asks in the terminal whether to run remote code.
         return load_named(kind, name, trust_remote_code=False, **arguments)
     except SpecError:
         raise

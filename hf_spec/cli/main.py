@@ -1,7 +1,7 @@
-"""The `hf-spec` command: what is needed before one of its sub-commands is chosen.
+"""Entry point of the `hf-spec` command.
 
-Nothing here, and nothing that help, completion and the answer to a wrong name need, imports torch
-or transformers. `import hf_spec` does, except in the process of the command.
+Help, completion and errors about names must not import torch or transformers. So `import hf_spec`
+does not import them in the process of the command.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NEEDED_PACKAGES = ("rich", "typer", "yaml")
 
 
 def main() -> None:
-    """Run the command line; exits with the status of the chosen sub-command."""
+    """Run the command line and exit with the status of the sub-command."""
     missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(

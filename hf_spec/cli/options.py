@@ -1,4 +1,4 @@
-"""Options that several commands have, and options made from settings, with one default each."""
+"""Options that commands share, and options built from settings classes."""
 
 # Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
@@ -18,19 +18,19 @@ import typer
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import check_regular
-from hf_spec.common.settings import Count, Setting, Settings, Share, Within, described
+from hf_spec.common.settings import Count, Setting, Settings, Share, Within, setting_fields
 
-# How a command line names a strategy; `hf_spec.evaluation.bench.entries` reads it.
+# Strategy on a command line, parsed by `hf_spec.evaluation.bench.entries`.
 ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
 
 
 @dataclass(frozen=True)
 class Placement(Settings):
-    """How a target is loaded, see `hf_spec.cli.loading`.
+    """Dtype and device of the target, see `hf_spec.cli.loading`.
 
     Attributes:
-        dtype: of the target; auto: as it is stored, on a CPU float32.
-        device: such as cpu or cuda:1; by default the GPU, or the CPU if there is none.
+        dtype: dtype of the target; auto uses that of the checkpoint, and float32 on a CPU.
+        device: device, for example cpu or cuda:1. Default: the GPU, or the CPU without GPUs.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -39,16 +39,16 @@ class Placement(Settings):
 
 @dataclass(frozen=True)
 class AnswerSettings(Settings):
-    """How prompts are answered.
+    """Settings of generation.
 
     Attributes:
-        strategy: NAME[:OPTION=JSON,...][@ASSISTANT], such as lookup, falcon@HEAD or
+        strategy: NAME[:OPTION=JSON,...][@ASSISTANT], for example lookup, falcon@HEAD or
             tree:max_nodes=24@DRAFT.
-        max_new_tokens: longest output, in tokens.
-        sample: draw from the model's distribution; greedy otherwise.
-        temperature: of --sample; the model's own by default.
-        top_p: of --sample: probability mass that is kept.
-        seed: of --sample, to draw the same again.
+        max_new_tokens: maximum number of new tokens.
+        sample: sample instead of greedy decoding.
+        temperature: sampling temperature (requires --sample). Default: the model's.
+        top_p: top-p probability mass (requires --sample). Default: the model's.
+        seed: random seed (requires --sample).
     """
 
     strategy: str = "auto"
@@ -60,35 +60,51 @@ class AnswerSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {"--temperature": self.temperature, "--top-p": self.top_p, "--seed": self.seed}
-        useless = [name for name, value in given.items() if value is not None]
-        if useless and not self.sample:
-            raise typer.BadParameter(f"{useless[0]} has no effect on greedy decoding; add --sample")
+        values = {"--temperature": self.temperature, "--top-p": self.top_p, "--seed": self.seed}
+        unused = [name for name, value in values.items() if value is not None]
+        if unused and not self.sample:
+            raise typer.BadParameter(f"{unused[0]} has no effect on greedy decoding; add --sample")
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Arguments of `generate()`."""
-        given = {"temperature": self.temperature, "top_p": self.top_p}
-        chosen = {name: value for name, value in given.items() if value is not None}
-        return {"do_sample": self.sample, **chosen}
+        """Sampling arguments of `generate()`."""
+        values = {"temperature": self.temperature, "top_p": self.top_p}
+        changes = {name: value for name, value in values.items() if value is not None}
+        return {"do_sample": self.sample, **changes}
 
 
-def _named_model(name: str) -> str:
-    # The Hub's own rules for names, whose import takes a moment, are needed only now.
+@dataclass(frozen=True)
+class UiSettings(Settings):
+    """Settings of the page of `hf-spec ui`.
+
+    Attributes:
+        max_new_tokens: maximum new tokens; the page has a slider for fewer.
+        host: address to listen on; 0.0.0.0 is reachable from other machines, without
+            authentication.
+        port: port to listen on; 0 selects a free port.
+    """
+
+    max_new_tokens: Annotated[int, Within(2)] = 128
+    host: str = "127.0.0.1"
+    port: Annotated[int, Within(0, 65535)] = 7860
+
+
+def _check_model_name(name: str) -> str:
+    # Imports huggingface_hub, which takes a moment.
     from hf_spec.common.hub import check_name
 
     check_name(name)
     return name
 
 
-_MODEL_HELP = "The target model: folder or Hub id."
-ModelArgument = Annotated[str, typer.Argument(help=_MODEL_HELP, callback=_named_model)]
-ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP, callback=_named_model)]
+_MODEL_HELP = "Target model: folder or Hub id."
+ModelArgument = Annotated[str, typer.Argument(help=_MODEL_HELP, callback=_check_model_name)]
+ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP, callback=_check_model_name)]
 Assistants = Annotated[
     list[str] | None,
     typer.Option(
-        help="For strategies that name none: folder or Hub id of an adapter or a draft model, or "
-        "truncated:N, the target's own first N layers; repeated, a list (for auto)."
+        help="Assistant of strategies that name none: folder or Hub id of an adapter or draft "
+        "model, or truncated:N for the target's first N layers; may be repeated (for auto)."
     ),
 ]
 Prompts = Annotated[
@@ -96,38 +112,37 @@ Prompts = Annotated[
     typer.Option(
         exists=True,
         dir_okay=False,
-        help="JSON lines with id, task and turns (.jsonl), or a text file with one prompt a line; "
-        "the package's own by default.",
+        help="JSON lines with id, task and turns (.jsonl), or a text file with one prompt per "
+        "line. Default: the prompts of this package.",
     ),
 ]
-PerTask = Annotated[int, typer.Option(min=1, help="Prompts of each task.")]
+PerTask = Annotated[int, typer.Option(min=1, help="Number of prompts per task.")]
 
 
 def check_out(path: Path | None, *sources: Path | None) -> None:
-    """Reject an output file that cannot be written, or that is read, before anything runs."""
+    """Raise `OptionError` if an output file cannot be written or is one of the inputs."""
     if path is None:
         return
     if not path.parent.is_dir():
-        raise OptionError(f"--out {path}: there is no folder {path.parent}")
+        raise OptionError(f"--out {path}: there is no folder {path.parent}; create it first")
     if path.is_dir():
-        raise OptionError(f"--out {path}: that is a folder, and a file is written")
+        raise OptionError(f"--out {path} is a folder; use a file name")
     check_regular(path)
     if path.exists() and any(source is not None and path.samefile(source) for source in sources):
-        raise OptionError(f"--out {path}: that is the file of prompts; choose another")
+        raise OptionError(f"--out {path} is the input file; choose another")
 
 
 def from_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, for each parameter that is a `Settings`, an option a setting.
+    """Replace each `Settings` parameter of a command by one option per setting.
 
-    Defaults are those of the parameter's own default, or else of its class; the help is what the
-    class says of its attributes. The command gets the settings whole:
+    Defaults come from the parameter's default or the class, help texts from the class docstring.
+    The command receives the settings object:
 
         @app.command()
         @from_settings
         def search(*, model: ModelOption, settings: SearchSettings) -> None: ...
 
-    A tuple is given by repeating its option. Where a setting that has a value may be None, 0 says
-    so.
+    A tuple is set by repeating its option. 0 sets an optional setting with a default to None.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Settings] = {}
@@ -142,19 +157,19 @@ def from_settings(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        settings = {name: _filled(default, values) for name, default in groups.items()}
-        own = {name: value for name, value in values.items() if name in signature.parameters}
-        command(**own, **settings)
+        settings = {name: _with_values(default, values) for name, default in groups.items()}
+        others = {name: value for name, value in values.items() if name in signature.parameters}
+        command(**others, **settings)
 
-    # What typer makes its options from.
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    # typer builds its options from these.
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__dict__["__signature__"] = signature.replace(parameters=parameters)
     return run
 
 
 def _options(defaults: Settings) -> Iterator[tuple[Setting, Any]]:
-    """The settings that are options, those of settings within settings too, with their defaults."""
-    for setting in described(type(defaults)):
+    """Yield the settings that are options, including nested ones, with their defaults."""
+    for setting in setting_fields(type(defaults)):
         default = getattr(defaults, setting.name)
         if isinstance(default, Settings):
             yield from _options(default)
@@ -173,7 +188,7 @@ def _parameter(setting: Setting, default: Any) -> Parameter:
         text = text.removesuffix(".") + "; may be repeated."
     elif setting.optional and default is not None:
         limits["min"], text = 0, text.replace("None", "0")
-    # A switch that is off has no second name that turns it off, unless it is given one.
+    # A switch that is off by default has a negated name only if one is set.
     names = [f"--{name.replace('_', '-')}"] if default is False else []
     if setting.off is not None:
         names = [f"{names[0]}/--{setting.off}"]
@@ -183,13 +198,13 @@ def _parameter(setting: Setting, default: Any) -> Parameter:
     )
 
 
-def _filled(defaults: Settings, values: Mapping[str, Any]) -> Any:
-    """The settings that the values of options say."""
+def _with_values(defaults: Settings, values: Mapping[str, Any]) -> Any:
+    """Return the settings with the values of options."""
     changes: dict[str, Any] = {}
-    for setting in described(type(defaults)):
+    for setting in setting_fields(type(defaults)):
         default = getattr(defaults, setting.name)
         if isinstance(default, Settings):
-            changes[setting.name] = _filled(default, values)
+            changes[setting.name] = _with_values(default, values)
         elif setting.option is not None:
             value = values[setting.option]
             if setting.repeated:

@@ -1,4 +1,4 @@
-"""`hf-spec push`: an adapter onto the Hugging Face Hub."""
+"""`hf-spec push`: upload an adapter to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ def push(
     folder: Annotated[
         Path, typer.Argument(exists=True, file_okay=False, help="Folder of an adapter.")
     ],
-    repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; made if need be.")],
+    repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; created if needed.")],
     private: Annotated[
-        bool, typer.Option("--private", help="Only you see a repository that is made.")
+        bool, typer.Option("--private", help="Create a new repository as private.")
     ] = False,
     revision: Annotated[
-        str | None, typer.Option(help="Branch, made if need be; the main one by default.")
+        str | None, typer.Option(help="Branch, created if needed. Default: the main branch.")
     ] = None,
 ) -> None:
-    """Put an adapter on the Hugging Face Hub.
+    """Upload an adapter to the Hugging Face Hub.
 
-    Sends weights, config, model card and `custom_generate/` in one commit, nothing else of the
-    folder. The token is that of `hf auth login`, or the variable HF_TOKEN.
+    Uploads weights, config, model card and `custom_generate/` in one commit, and no other files of
+    the folder. Uses the token of `hf auth login` or of the variable HF_TOKEN.
 
         hf-spec push my-head OWNER/my-head --private
     """

@@ -1,4 +1,4 @@
-"""`hf-spec serve`: transformers' OpenAI-compatible server with a strategy."""
+"""`hf-spec serve`: OpenAI-compatible server with a strategy."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def serve(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help=f"{options.ENTRY}; the one stored in the model's generation config by default, "
-            "or else auto."
+            help=f"{options.ENTRY}. Default: the strategy in the model's generation config, "
+            "otherwise auto."
         ),
     ] = None,
     assistant: options.Assistants = None,
     settings: ServeSettings,
     placement: options.Placement,
 ) -> None:
-    """Answer requests of OpenAI's API with transformers' own handlers, speculatively.
+    """Serve a model with a strategy through an OpenAI-compatible API.
 
-    Requests share one continuous batch. /health and /metrics (Prometheus) exist, too. Ctrl-C or
-    SIGTERM ends it: running answers may take five more seconds. It listens to this machine alone
-    unless --host says otherwise; then set an API key.
+    Requests share one continuous batch and use transformers' handlers. There are also /health and
+    /metrics (Prometheus). Ctrl-C or SIGTERM stops the server after at most five seconds for running
+    responses. By default only this machine can connect; with another --host, set an API key.
 
         hf-spec serve MODEL --strategy auto --assistant HEAD
         HF_SPEC_API_KEY=... hf-spec serve MODEL --host 0.0.0.0
@@ -44,24 +44,24 @@ def serve(
 
     check_packages()
     [entry] = parse_entries([strategy or "auto"], assistant or ())
-    chosen = None if strategy is None else entry.config
+    config = None if strategy is None else entry.config
     if settings.api_key is None:
         settings = replace(settings, api_key=os.environ.get("HF_SPEC_API_KEY") or None)
-    manager = SpeculativeManager(chosen, entry.assistant, settings)
+    manager = SpeculativeManager(config, entry.assistant, settings)
     device, dtype = device_and_dtype(placement)
     app = load_app(model, manager, device=str(device), dtype=dtype)
     name = manager.scheduler.generation.config.strategy if manager.scheduler else ""
-    where = f"http://{settings.host}:{settings.port}"
-    typer.echo(f"{model} with strategy {name} at {where}/v1, metrics at {where}/metrics", err=True)
+    url = f"http://{settings.host}:{settings.port}"
+    typer.echo(f"{model} with strategy {name} at {url}/v1, metrics at {url}/metrics", err=True)
     if settings.api_key is None and not settings.is_loopback:
-        typer.echo("anyone who reaches this address may use it; set --api-key", err=True)
+        typer.echo("warning: no authentication on a public address; set --api-key", err=True)
     try:
         make_server(app, manager, settings.host, settings.port).run()
     except SystemExit as stop:
-        # uvicorn has said what the system answered; its status is one of ours for something else.
+        # uvicorn has printed the reason; its exit status has another meaning here.
         raise OSError(
-            f"no server can listen at {settings.host}, port {settings.port}; choose another "
-            "--host or --port"
+            f"cannot listen on {settings.host}, port {settings.port}; choose another --host or "
+            "--port"
         ) from stop
     finally:
         manager.stop()

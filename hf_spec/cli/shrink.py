@@ -1,4 +1,4 @@
-"""`hf-spec shrink`: an adapter in fewer bits."""
+"""`hf-spec shrink`: quantize a stored adapter."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import typer
 
 def shrink(
     folder: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="Folder of an adapter; changed.")
+        Path,
+        typer.Argument(
+            exists=True, file_okay=False, help="Folder of an adapter; changed in place."
+        ),
     ],
-    bits: Annotated[int, typer.Option(help="8 or 4 for each weight of a matrix.")] = 8,
+    bits: Annotated[int, typer.Option(help="Bits per matrix weight, 8 or 4.")] = 8,
 ) -> None:
     """Store an adapter in 8 or 4 bits.
 
-    The download is smaller, in memory it stays as large. The output stays the
-    target's, whatever the drafts are. A Falcon head drafted as well in 8 bits as in 16; in 4, a
-    fiftieth less was accepted. Compare with hf-spec bench.
+    The file is smaller; memory use does not change. The output stays the target's. 4 bits may lower
+    the acceptance rate: compare with hf-spec bench.
 
         hf-spec shrink my-head --bits 8
     """

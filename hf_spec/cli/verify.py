@@ -1,4 +1,4 @@
-"""`hf-spec verify`: a thin command over `hf_spec.evaluation.lossless.verify`."""
+"""`hf-spec verify`, a thin command over `hf_spec.evaluation.lossless.verify`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from hf_spec.evaluation.lossless.sampling import SamplingResult
     from hf_spec.evaluation.lossless.verify import Verification
 
-# How the command ends; see `hf_spec.cli.failures`.
+# Exit status by verdict; see `hf_spec.cli.failures`.
 STATUS = {"passed": 0, "failed": FAILED, "unproven": UNPROVEN}
 
 
 @options.from_settings
-def verify(  # noqa: PLR0913 - one parameter an option
+def verify(  # noqa: PLR0913 - one parameter per option
     *,
     model: options.ModelArgument,
     strategy: Annotated[
@@ -37,13 +37,12 @@ def verify(  # noqa: PLR0913 - one parameter an option
     placement: options.Placement,
     out: Annotated[Path | None, typer.Option(help="JSON file.")] = None,
 ) -> None:
-    """Prove on your own model and prompts that a strategy leaves the output as it is.
+    """Verify on your model and prompts that a strategy does not change the output.
 
-    Greedy outputs are compared with plain generate(), in the dtype in use; each difference is
-    traced to its first token and found to be a tie of two logits or a mistake. Samples are compared
-    with the model's own distribution. Ends with status 0 only if nothing but ties was found and
-    drafts were accepted, with 1 if something is wrong, and with 3 if nothing is wrong but no draft
-    was accepted, which proves nothing.
+    Greedy outputs are compared with plain generate() in the same dtype; each difference is
+    classified as a tie of two logits or a mistake. Samples are compared with the model's own
+    distribution. Exit status: 0 if there are only ties and drafts were accepted, 1 for a mistake,
+    3 if no draft was accepted, so that nothing is proven.
 
         hf-spec verify MODEL --strategy lookup --strategy tree@DRAFT --out report.json
     """
@@ -63,12 +62,11 @@ def verify(  # noqa: PLR0913 - one parameter an option
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     runs = len(entries) * (len(texts) + bool(plan.sampled_prompts))
     with tqdm(total=runs, desc="checks", disable=None) as bar:
-        found = checks.verify(target, tokenizer, texts, entries, plan, bar.update)
+        verifications = checks.verify(target, tokenizer, texts, entries, plan, bar.update)
     console = Console()
-    for verification in found:
+    for verification in verifications:
         _show(console, verification, tokenizer)
-    verdicts = {verification.verdict for verification in found}
-    verdict = next(one for one in checks.VERDICTS if one in verdicts)
+    verdict = min((v.verdict for v in verifications), key=checks.VERDICTS.index)
     if out is not None:
         facts: dict[str, Any] = {
             "command": f"hf-spec {' '.join(sys.argv[1:])}",
@@ -79,19 +77,19 @@ def verify(  # noqa: PLR0913 - one parameter an option
             "passed": verdict == checks.PASSED,
             "verdict": verdict,
         }
-        write_json(out, {**facts, "strategies": [one.to_dict() for one in found]})
+        write_json(out, {**facts, "strategies": [v.to_dict() for v in verifications]})
     raise typer.Exit(STATUS[verdict])
 
 
 def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
-    """One strategy: what was compared, every difference, the distribution, the verdict."""
+    """Print the result for one strategy."""
     from rich.markup import escape
 
     from hf_spec.evaluation.lossless.mismatch import TIE
 
     outputs = verification.greedy
     differing = [output for output in outputs if output.differences]
-    ties = sum(found.kind == TIE for output in outputs for found in output.differences)
+    ties = sum(diff.kind == TIE for output in outputs for diff in output.differences)
     mistakes = sum(len(output.mistakes) for output in outputs)
     tau = sum(output.tau for output in outputs) / max(len(outputs), 1)
     console.rule(f"[bold]{escape(verification.name)}", align="left")
@@ -106,14 +104,14 @@ def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
     if verification.sampling is not None:
         _show_sampling(console, verification.sampling)
     unproven = " and ".join(verification.unproven)
-    said = {
+    messages = {
         "passed": "[bold green]passed",
         "failed": "[bold red]FAILED",
-        "unproven": f"[bold yellow]NOT PROVEN[/]: no draft was accepted ({unproven}), so none "
-        "could be accepted wrongly; try other prompts, more --new-tokens, more --draws, or drafts "
-        "whose length is not measured, as in --strategy lookup:max_draft_tokens=5",
+        "unproven": f"[bold yellow]NOT PROVEN[/]: no draft was accepted ({unproven}), so nothing "
+        "was tested; try other prompts, more --new-tokens, more --draws, or a fixed draft length "
+        "as in --strategy lookup:max_draft_tokens=5",
     }
-    console.print(said[verification.verdict])
+    console.print(messages[verification.verdict])
 
 
 def _differences(verification: Verification, tokenizer: Any) -> Table:
@@ -128,18 +126,18 @@ def _differences(verification: Verification, tokenizer: Any) -> Table:
     rows = [
         (
             output.prompt,
-            str(found.position),
-            *map(text, (found.plain_token, found.token)),
-            f"{found.margin:.2g}",
-            f"{found.error:.2g}",
+            str(diff.position),
+            *map(text, (diff.plain_token, diff.token)),
+            f"{diff.margin:.2g}",
+            f"{diff.error:.2g}",
             Text.assemble(
-                (found.kind, "green" if found.kind == TIE else "bold red"), f": {found.reason}"
+                (diff.kind, "green" if diff.kind == TIE else "bold red"), f": {diff.reason}"
             ),
         )
         for output in verification.greedy
-        for found in output.differences
+        for diff in output.differences
     ]
-    return Table(("prompt", "token", "plain", "came", "margin", "error", "found"), rows)
+    return Table(("prompt", "position", "plain", "output", "margin", "error", "reason"), rows)
 
 
 def _show_sampling(console: Console, result: SamplingResult) -> None:
@@ -152,10 +150,10 @@ def _show_sampling(console: Console, result: SamplingResult) -> None:
         f"{accepted} of {drafted} draft tokens accepted"
     )
     console.print(
-        f"a bias that moves {result.detectable:.1%} of the probability in every text is found "
-        "with 99 %; smaller ones may be missed"
+        f"a bias that shifts {result.detectable:.1%} of the probability in every text is detected "
+        "with 99 % probability; smaller ones may be missed"
     )
     if impossible:
         console.print(f"[bold red]{impossible} draws are impossible in plain sampling")
     if accepted == drafted > 0:
-        console.print("[yellow]no draft was rejected: this says little about the rule")
+        console.print("[yellow]no draft was rejected, so the acceptance rule was hardly tested")

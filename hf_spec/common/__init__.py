@@ -1,1 +1,6 @@
-"""Prompts, small models and facts about the machine."""
+"""Code without models or methods, used by every package.
+
+- User-facing basics: `errors`, `settings` (options and their help), `outputs` (statistics).
+- Input and output: `files`, `hub`, `prompts`, `small_models`.
+- Environment: `compat` (transformers releases), `installing` (this package), `machine` (hardware).
+"""

@@ -1,8 +1,8 @@
-"""The cache argument of transformers, whose name depends on the release.
+"""Compatibility of the KV cache argument with several transformers releases.
 
-Models and `generate()` take their cache as `cache` from transformers 5.24 on. Earlier releases, and
-remote code written for them, call it `past_key_values`, or `cache_params` in models without
-attention. Everything here works with all three names.
+From transformers 5.24, models and `generate()` name their cache argument `cache`. Earlier releases,
+and remote code written for them, name it `past_key_values`, or `cache_params` in models without
+attention. These functions support all three names.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 # Names of the parameter, newest first.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-# Names of the number of cached tokens in tables of positions, newest first.
+# Names of the cached length in position embeddings, newest first.
 CACHE_LENGTH_NAMES = ("cache_length", "past_key_values_length")
-# First and last release that the test suite runs with.
+# First and last release that the tests run with.
 TESTED_VERSIONS = ("5.17", "5.24")
 
 _FIELDS = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
@@ -30,9 +30,9 @@ CACHE_NAME = next(name for name in CACHE_NAMES if name in _FIELDS)
 
 
 def cache_parameter(function: Callable[..., Any]) -> str | None:
-    """Return the name under which a function takes a cache; None if it takes none.
+    """Return the name of a function's cache parameter, None without one.
 
-    XLM has always had a dictionary of its own that it calls `cache`; annotations tell them apart.
+    XLM has an unrelated dictionary named `cache`; it is recognized by its annotation.
     """
     parameters = inspect.signature(function).parameters
     names = [name for name in CACHE_NAMES if name in parameters]
@@ -54,13 +54,13 @@ def unknown_cache_parameter(function: Callable[..., Any]) -> str | None:
 
 
 def find_cache(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among keyword arguments, whatever its name; None if there is none."""
+    """Return the cache among keyword arguments under any name, None without one."""
     values = (arguments.get(name) for name in CACHE_NAMES)
     return next((value for value in values if value is not None), None)
 
 
 def cache_argument(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
-    """Return `cache` as a keyword argument of a function, which may take any by `**kwargs`."""
+    """Return `cache` as keyword argument of a function; `CACHE_NAME` if it has only `**kwargs`."""
     return {cache_parameter(function) or CACHE_NAME: cache}
 
 
@@ -70,23 +70,24 @@ def without_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def output_cache(output: Any) -> Any:
-    """Return the cache in the output of a model or of `generate()`; None if there is none."""
+    """Return the cache in the output of a model or of `generate()`, None without one."""
     names = (name for name in CACHE_NAMES if name in output)
     return next((output[name] for name in names), None)
 
 
 def stored_tokens(cache: Any) -> int:
-    """Return how many tokens of a sequence a cache holds.
+    """Return the number of tokens in a cache.
 
-    A cache without attention layers holds states only, which do not record their length: 0.
+    The result is 0 without attention layers, because recurrent states do not record their length.
     """
-    own = getattr(cache, "self_attention_cache", cache)
-    attends = any(isinstance(layer, CacheLayerMixin) for layer in getattr(own, "layers", ()))
+    decoder_cache = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(decoder_cache, "layers", ())
+    attends = any(isinstance(layer, CacheLayerMixin) for layer in layers)
     return int(cache.get_seq_length()) if attends else 0
 
 
 def version_message() -> str:
-    """Return the end of an error about an interface that hf_spec does not know."""
+    """Return the end of an error message about an unknown transformers interface."""
     first, last = TESTED_VERSIONS
     return (
         f"transformers {transformers.__version__} is installed, and hf_spec is tested with "

@@ -1,7 +1,7 @@
-"""The errors users meet.
+"""Errors for users.
 
-Each is a `ValueError`, raised before the first forward pass, and its message names the value it
-refuses and the way out.
+Each is a `ValueError` and is raised before the first forward pass. The message names the rejected
+value and an alternative.
 """
 
 from __future__ import annotations
@@ -11,33 +11,31 @@ from collections.abc import Iterable
 
 
 class SpecError(ValueError):
-    """Base of every error that hf_spec raises on purpose."""
+    """Base class of all errors of hf_spec."""
 
 
 class OptionError(SpecError):
-    """An unknown strategy or option, or an option whose value cannot be used."""
+    """Unknown strategy or option, or invalid value of an option."""
 
 
 class AssistantError(SpecError):
-    """The assistant is missing, of the wrong kind, or does not fit the target model."""
+    """Assistant that is missing, of the wrong kind, or does not fit the target model."""
 
 
 class HubError(AssistantError):
-    """The Hugging Face Hub cannot be reached, or refuses; the same call may work later."""
+    """Unreachable or failing Hugging Face Hub; a retry may succeed."""
 
 
 class UnsupportedError(SpecError):
-    """A model, input or generation setting that no strategy can serve exactly."""
+    """Model, input or generation setting that is not supported losslessly."""
 
 
-def choices(given: object, known: Iterable[str]) -> str:
-    """The end of an error about a name that nobody knows: what was meant, and what there is.
+def choices(name: object, valid: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name: a suggestion and the `valid` names.
 
-    Args:
-        given: what the caller wrote, which need not be text.
-        known: the names there are.
+    `name` is the value that was passed, of any type.
     """
-    names = list(known)
-    near = difflib.get_close_matches(given, names, n=1) if isinstance(given, str) else []
+    names = list(valid)
+    near = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
     meant = f"did you mean {near[0]!r}? " if near else ""
     return f"{meant}known: {', '.join(names)}"

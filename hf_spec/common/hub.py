@@ -1,8 +1,8 @@
-"""Models that are named: a folder, or a repository of the Hugging Face Hub.
+"""Loading of models by name: a folder, or a repository of the Hugging Face Hub.
 
-For every file, huggingface_hub asks a Hub that does not answer six times, with growing pauses: most
-of a minute for a model that is not there. Here it is asked once, before anything is loaded. Names
-are checked without transformers, so that the command line answers a wrong one at once.
+huggingface_hub retries every file six times with growing pauses, most of a minute for an
+unreachable Hub. This module checks once before loading that the Hub is reachable. Names are checked
+without transformers, so that the command line rejects invalid ones immediately.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from huggingface_hub.utils import get_session, validate_repo_id
 
 from hf_spec.common.errors import HubError, OptionError
 
-# Seconds to wait for an answer.
-PATIENCE = 5.0
-# A status of its own or of a proxy on the way, which huggingface_hub would wait for to pass.
-OUT_OF_ORDER = 500
+# Seconds to wait for a response.
+TIMEOUT = 5.0
+# Statuses from here on are failures of the Hub or a proxy, which huggingface_hub would retry.
+SERVER_ERROR = 500
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no folder and cannot be the id of a repository, OWNER/NAME."""
+    """Raise `OptionError` for a name that is neither a folder nor a valid repository id."""
     if not name.strip():
-        raise OptionError(f"{name!r} names no model; give a folder or a Hub id")
+        raise OptionError(f"{name!r} is not a model name; use a folder or a Hub id")
     if Path(name).is_dir():
         return
     if Path(name).exists():
-        raise OptionError(f"{name} is a file; give the folder that it is in")
+        raise OptionError(f"{name} is a file; use its folder")
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -37,26 +37,25 @@ def check_name(name: str) -> None:
 
 
 def reach_hub() -> None:
-    """Ask the Hub once whether it answers; `HubError` says why if it does not."""
+    """Check once that the Hub is reachable; raises `HubError` with the reason."""
     try:
-        answer = get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+        response = get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
     except Exception as error:
-        # The library that speaks HTTP, and with it the classes of its errors, depends on the
-        # version of huggingface_hub.
+        # The HTTP library, and so its error classes, depends on the version of huggingface_hub.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise HubError(f"the Hub at {constants.ENDPOINT} cannot be reached ({reason})") from error
-    if answer.status_code >= OUT_OF_ORDER:
+    if response.status_code >= SERVER_ERROR:
         raise HubError(
-            f"the Hub at {constants.ENDPOINT} is out of order (status {answer.status_code})"
+            f"the Hub at {constants.ENDPOINT} is out of order (status {response.status_code})"
         )
 
 
 def load_named(kind: Any, name: str, **arguments: Any) -> Any:
-    """`kind.from_pretrained` of a folder, of the Hub, or of the cache if it cannot be reached.
+    """Return `kind.from_pretrained` from a folder, the Hub, or the cache if it is unreachable.
 
     Raises:
-        OptionError: if `name` can only be a folder, and there is none.
-        HubError: if the Hub cannot be reached and what is asked for is not in the cache.
+        OptionError: if there is no folder `name` and it is not a repository id.
+        HubError: if the Hub is unreachable and the model is not in the cache.
     """
     from transformers import AutoModelForCausalLM
 
@@ -68,7 +67,7 @@ def load_named(kind: Any, name: str, **arguments: Any) -> Any:
     except HubError as unreachable:
         cached: dict[str, Any] = {"local_files_only": True}
         if kind is AutoModelForCausalLM:
-            # It looks for an adapter first, and does not hand on what it was told.
+            # It first looks for an adapter, without passing the argument on.
             cached["adapter_kwargs"] = cached.copy()
         try:
             return kind.from_pretrained(name, **cached, **arguments)

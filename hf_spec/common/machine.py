@@ -1,4 +1,4 @@
-"""Facts about the machine that a measurement or a training ran on."""
+"""Hardware, versions and commit for the records of measurements and trainings."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 import transformers
 
-# What Linux calls the instructions, x86 and ARM.
+# CPU flags of bfloat16 instructions on Linux, x86 and ARM.
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Device, processor, threads, versions, and the commit if the package is in a git checkout.
+    """Return device, processor, threads, versions, and the commit of a git checkout.
 
-    The device is the one that was measured, by default the GPU if there is one.
+    `device` is the measured one. Default: the GPU if available.
     """
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
-    found = {
+    facts = {
         "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "cpu": _processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -33,31 +33,31 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    # Ourselves and the peer, if installed as distributions, which have either kind of dash.
+    # Installed distributions of this package and of the baseline.
     for name in ("hf_spec", "economize"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return {**found, **_commit()}
+            facts[name] = importlib.metadata.version(name)
+    return {**facts, **_commit()}
 
 
 def _processor() -> str:
-    """The processor's own name where Linux knows it."""
+    """Return the model name of the processor on Linux, otherwise Python's."""
     file = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
-    return named[1] if named else platform.processor() or platform.machine()
+    model = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
+    return model[1] if model else platform.processor() or platform.machine()
 
 
 @cache
 def has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 numbers itself; assumed where nothing says so."""
+    """Return True if the processor has bfloat16 instructions, or if its flags are unavailable."""
     file = Path("/proc/cpuinfo")
-    known = re.search(r"(?:flags|Features)\s*: (.+)", file.read_text()) if file.exists() else None
-    return known is None or not BFLOAT16.isdisjoint(known[1].split())
+    flags = re.search(r"(?:flags|Features)\s*: (.+)", file.read_text()) if file.exists() else None
+    return flags is None or not BFLOAT16.isdisjoint(flags[1].split())
 
 
 @cache
 def _commit() -> dict[str, Any]:
-    """The commit of the checkout and whether files differ from it; nothing without a checkout."""
+    """Return the commit of the checkout and if files were changed; empty without a checkout."""
     here = Path(__file__)
 
     def git(*arguments: str) -> str:
@@ -65,7 +65,7 @@ def _commit() -> dict[str, Any]:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     try:
-        # An environment may lie in the checkout of another project.
+        # The environment may be inside the checkout of another project.
         if not git("ls-files", here.name):
             return {}
         changed = bool(git("status", "--short", "--untracked-files=no"))

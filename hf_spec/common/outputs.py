@@ -1,4 +1,4 @@
-"""What a speculative `generate()` returns beside the tokens: counts and times of the decoding."""
+"""Outputs of speculative generation and their statistics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-# Of the depths of a draft, in a printed table.
+# Draft positions in a printed table.
 SHOWN_POSITIONS = 5
-# What a dictionary of statistics has beside the fields.
+# Properties that `SpecStats.to_dict` adds to the fields.
 DERIVED = (
     "new_tokens",
     "rounds",
@@ -43,12 +43,12 @@ class RowStats:
 
     @property
     def tau(self) -> float:
-        """Accepted draft tokens per target forward, without the bonus token."""
+        """Accepted draft tokens per target forward pass, without bonus tokens."""
         return self.accepted_tokens / max(self.target_forwards, 1)
 
     @property
     def accepted_length(self) -> float:
-        """Tokens gained per target forward, bonus tokens included (see `SpecStats`)."""
+        """Tokens gained per target forward pass, with bonus tokens (see `SpecStats`)."""
         return self.new_tokens / max(self.target_forwards, 1)
 
     def __str__(self) -> str:
@@ -59,9 +59,9 @@ class RowStats:
 
         Args:
             drafted: nodes of the draft.
-            depth: its levels.
-            accepted: nodes that were kept.
-            gained: tokens that the row is longer by: these and the bonus token, if none was cut.
+            depth: levels of the draft.
+            accepted: accepted nodes.
+            gained: new tokens of the row, accepted and bonus, after a stop was applied.
         """
         self.target_forwards += 1
         self.drafted_tokens += drafted
@@ -76,10 +76,10 @@ class RowStats:
                 by_position[position] += 1
 
     def discount(self, depths: Iterable[int]) -> None:
-        """Take back tokens that a stop cut off after their round was counted.
+        """Subtract tokens that a stop removed after their round was counted.
 
         Args:
-            depths: of each its place in the draft, counted from 1; 0 for a bonus token.
+            depths: position of each token in its draft, from 1; 0 for a bonus token.
         """
         for depth in depths:
             self.new_tokens -= 1
@@ -92,26 +92,26 @@ class RowStats:
 
 @dataclass
 class SpecStats:
-    """Counts and times of one `generate()` call, or of several added up; printed, a small table.
+    """Counts and times of one `generate()` call or a sum of several; `str()` is a small table.
 
-    The EMS-SD paper calls what a row gains in a step, bonus token included, its acceptance length;
-    `accepted_length_mean`, `accepted_length_min` and `padding_ratio` are in that measure (Ni et al.
-    2024, arXiv 2405.07542, equations 5 and 8 to 10). `tau` leaves the bonus token out.
+    `accepted_length_mean`, `accepted_length_min` and `padding_ratio` use the acceptance length of
+    EMS-SD, the tokens that a row gains in a step including the bonus token (Ni et al. 2024, arXiv
+    2405.07542, equations 5 and 8 to 10). `tau` does not include bonus tokens.
 
     Attributes:
         rows: counts of each sequence.
-        target_forwards: forward passes of the target model, prompt included.
-        target_tokens: tokens that passed the target's linear layers, prompts and padding included.
-        target_padding: how many of these were padding.
-        uneven_tokens: by how much rows fell behind the row that gained most, over all steps.
-        graph_replays: how many of the target's forwards were replayed as CUDA graphs.
-        graph_captures: graphs recorded for that; those of earlier calls serve too.
-        graph_refusal: why its forwards cannot be recorded, or None.
+        target_forwards: forward passes of the target model, including the prefill.
+        target_tokens: tokens in the target's linear layers, including prompts and padding.
+        target_padding: padding tokens among these.
+        uneven_tokens: sum over steps and rows of the difference to the row that gained most.
+        graph_replays: target forward passes replayed as CUDA graphs.
+        graph_captures: CUDA graphs recorded in this call; graphs of earlier calls are reused.
+        graph_refusal: reason why forward passes cannot be recorded, or None.
         draft_forwards: forward passes of a draft model or head.
-        draft_seconds: time spent proposing tokens.
-        verify_seconds: time inside the target model's forward passes.
-        other_seconds: everything else (packing, verdicts, stop rules, key-value moves).
-        counters: what the method counts beside that, by name; see its drafter.
+        draft_seconds: time of drafting.
+        verify_seconds: time of the target's forward passes.
+        other_seconds: remaining time (packing, verification, stop rules, KV cache moves).
+        counters: further counts of the method by name; see its drafter.
     """
 
     rows: list[RowStats]
@@ -148,11 +148,11 @@ class SpecStats:
         return _table(lines)
 
     def __add__(self, other: SpecStats) -> SpecStats:
-        """The sequences and counts of both."""
+        """Return the rows and counts of both."""
         sums: dict[str, Any] = {
-            part.name: getattr(self, part.name) + getattr(other, part.name)
-            for part in fields(self)
-            if part.name not in {"counters", "graph_refusal"}
+            f.name: getattr(self, f.name) + getattr(other, f.name)
+            for f in fields(self)
+            if f.name not in {"counters", "graph_refusal"}
         }
         sums["graph_refusal"] = self.graph_refusal or other.graph_refusal
         counters = Counter(self.counters)
@@ -160,63 +160,63 @@ class SpecStats:
         return SpecStats(**sums, counters=dict(counters))
 
     def to_dict(self) -> dict[str, Any]:
-        """Every count, time and rate but those of single rows, as JSON values."""
-        own = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "rows"}
-        return {**own, **{name: getattr(self, name) for name in DERIVED}}
+        """Return all counts, times and rates of the call, without single rows, as JSON values."""
+        names = [*(f.name for f in fields(self) if f.name != "rows"), *DERIVED]
+        return {name: getattr(self, name) for name in names}
 
     @property
     def rounds(self) -> int:
-        """Drafts that were judged, all rows together; one that proposes nothing is one, too."""
+        """Verified drafts of all rows, including empty ones."""
         return sum(row.target_forwards for row in self.rows)
 
     @property
     def seconds(self) -> float:
-        """Time of it all."""
+        """Total time."""
         return self.draft_seconds + self.verify_seconds + self.other_seconds
 
     @property
     def acceptance(self) -> float:
-        """Share of the drafted tokens that were accepted."""
+        """Acceptance rate of the drafted tokens."""
         return self.accepted_tokens / max(self.drafted_tokens, 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens generated per second; 0 before there are any."""
+        """Generated tokens per second; 0 without any."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def drafted_tokens(self) -> int:
-        """Draft tokens sent to the target, all rows together."""
+        """Draft tokens of all rows that were sent to the target."""
         return sum(row.drafted_tokens for row in self.rows)
 
     @property
     def accepted_tokens(self) -> int:
-        """Draft tokens that became part of the output, all rows together."""
+        """Draft tokens of all rows in the output."""
         return sum(row.accepted_tokens for row in self.rows)
 
     @property
     def tau(self) -> float:
-        """Accepted draft tokens per target forward and row, without the bonus token."""
+        """Accepted draft tokens per target forward pass and row, without bonus tokens."""
         return self.accepted_tokens / max(self.rounds, 1)
 
     @property
     def new_tokens(self) -> int:
-        """Tokens generated, all rows together."""
+        """Generated tokens of all rows."""
         return sum(row.new_tokens for row in self.rows)
 
     @property
     def accepted_length_mean(self) -> float:
-        """Mean of the rows' accepted lengths, 1 without accepted drafts."""
+        """Mean acceptance length of the rows, 1 without accepted drafts."""
         return sum(self._accepted_lengths) / max(len(self.rows), 1)
 
     @property
     def accepted_length_min(self) -> float:
-        """Least of the rows' accepted lengths, which decides when a batch is done."""
+        """Minimum acceptance length of the rows, which determines when a batch ends."""
         return min(self._accepted_lengths, default=0.0)
 
     @property
     def padding_ratio(self) -> float:
-        """Padding that an aligned cache needs per token generated, whatever was padded here."""
+        """Padding per generated token that an aligned KV cache would need."""
         return self.uneven_tokens / max(self.new_tokens, 1)
 
     @property
@@ -224,17 +224,17 @@ class SpecStats:
         return [row.accepted_length for row in self.rows]
 
     def count_round(self, gained: list[int]) -> None:
-        """Add a step in which each unfinished row gained so many tokens."""
+        """Add a step with the tokens gained by each unfinished row."""
         self.uneven_tokens += len(gained) * max(gained, default=0) - sum(gained)
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """How often the draft token at depth 1, 2, ... was accepted, all rows together."""
+        """Accepted draft tokens of all rows at depth 1, 2, ...."""
         return _add_up([row.accepted_by_position for row in self.rows])
 
     @property
     def drafted_by_position(self) -> list[int]:
-        """How often a draft reached depth 1, 2, ..., all rows together."""
+        """Drafts of all rows that reached depth 1, 2, ...."""
         return _add_up([row.drafted_by_position for row in self.rows])
 
 
@@ -243,31 +243,32 @@ _collecting: ContextVar[list[SpecStats] | None] = ContextVar("collecting", defau
 
 @contextmanager
 def collect_stats() -> Iterator[list[SpecStats]]:
-    """A list that gains the statistics of every generation in the block, in this thread.
+    """Yield a list that receives the statistics of every generation in the block, in this thread.
 
-    For those whose output does not come back as it was made: in pipelines, and in Whisper's
-    `generate()`, which may make several of one recording. `sum(found, SpecStats([]))` adds them up.
+    Use it where the output of `generate()` is not returned: in pipelines, and in Whisper's
+    `generate()`, which may generate several times for one recording. `sum(collected,
+    SpecStats([]))` adds them up.
     """
-    found: list[SpecStats] = []
-    token = _collecting.set(found)
+    collected: list[SpecStats] = []
+    token = _collecting.set(collected)
     try:
-        yield found
+        yield collected
     finally:
         _collecting.reset(token)
 
 
 def publish_stats(stats: SpecStats) -> None:
-    """Add the statistics of a generation that has ended to those collected."""
-    found = _collecting.get()
-    if found is not None:
-        found.append(stats)
+    """Add the statistics of a finished generation to the list of `collect_stats`."""
+    collected = _collecting.get()
+    if collected is not None:
+        collected.append(stats)
 
 
 Line = tuple[str, str, str]
 
 
 def _counts(stats: RowStats | SpecStats, accepted_length: float) -> list[Line]:
-    """Label, value and note of what a row and a whole call both count."""
+    """Return label, value and note of the counts of a row or a call."""
     drafted, accepted = stats.drafted_tokens, stats.accepted_tokens
     lines = [
         ("new tokens", str(stats.new_tokens), ""),
@@ -275,8 +276,8 @@ def _counts(stats: RowStats | SpecStats, accepted_length: float) -> list[Line]:
         ("draft tokens", str(drafted), ""),
     ]
     if drafted:
-        reached = zip(stats.accepted_by_position, stats.drafted_by_position, strict=False)
-        shares = ", ".join(f"{part / whole:.0%}" for part, whole in list(reached)[:SHOWN_POSITIONS])
+        counts = zip(stats.accepted_by_position, stats.drafted_by_position, strict=False)
+        shares = ", ".join(f"{part / whole:.0%}" for part, whole in list(counts)[:SHOWN_POSITIONS])
         by_position = f"; by position: {shares}" if shares else ""
         note = f"{accepted / drafted:.0%} of them{by_position}"
         lines.append(("accepted", str(accepted), note))
@@ -285,7 +286,7 @@ def _counts(stats: RowStats | SpecStats, accepted_length: float) -> list[Line]:
 
 
 def _table(lines: Sequence[Line]) -> str:
-    """Lines with their labels and values in columns."""
+    """Return lines with aligned labels and values."""
     label_len, value_len = (max(len(line[column]) for line in lines) for column in (0, 1))
     return "\n".join(
         f"{label:<{label_len}}  {value:>{value_len}}  {note}".rstrip()
@@ -302,38 +303,37 @@ class SpecGenerateOutput(GenerateDecoderOnlyOutput):
     """`GenerateDecoderOnlyOutput` with the decoding statistics.
 
     `scores` and `logits` have one (B, V) tensor per generated token, as in plain `generate()`;
-    rows that finished earlier hold zeros there.
+    finished rows are zero.
     """
 
     spec_stats: SpecStats | None = None
 
 
 class SpecEncoderDecoderOutput(GenerateEncoderDecoderOutput):
-    """The same for encoder-decoders.
+    """`GenerateEncoderDecoderOutput` with the decoding statistics.
 
-    The statistics are no item of it: Whisper's `generate()` takes all items apart by rows, and
-    makes its own output of them, without statistics; `collect_stats` has them.
+    The statistics are an attribute but not an item: Whisper's `generate()` splits all items by row
+    into its own output. There, use `collect_stats`.
     """
 
     spec_stats: SpecStats | None = None
 
     @classmethod
     def of(cls, output: SpecGenerateOutput) -> SpecEncoderDecoderOutput:
-        """What a decoder-only model would have returned, as that of an encoder-decoder."""
-        named = {name: value for name, value in output.items() if name != "spec_stats"}
-        made = cls(**named)
-        made.spec_stats = output.spec_stats
-        return made
+        """Convert the output of a decoder-only model."""
+        converted = cls(**{name: item for name, item in output.items() if name != "spec_stats"})
+        converted.spec_stats = output.spec_stats
+        return converted
 
 
 @dataclass
 class SpecRequestOutput(GenerationOutput):
-    """One sequence of `generate_batch()`: transformers' own output with the counts of the sequence.
+    """Output of one sequence of `generate_batch()`: transformers' output with its counts.
 
-    `logprobs` stays empty; `lifespan` says when the sequence took its place in the batch and when
-    it ended, in seconds of `time.perf_counter()`. As in transformers, an error in a processor, a
-    stopping criterion or a draw of this sequence ends it alone: `error` has its text, `status` is
-    `FAILED`, and `generated_tokens` has what was committed before that round.
+    `logprobs` stays empty. `lifespan` is the time of joining the batch and of the end, in seconds
+    of `time.perf_counter()`. As in transformers, an error in a processor, a stopping criterion or
+    the sampling of this sequence ends only this one: `error` has the message, `status` is `FAILED`,
+    and `generated_tokens` has the tokens committed before that round.
     """
 
     status: RequestStatus = RequestStatus.FINISHED
@@ -341,10 +341,10 @@ class SpecRequestOutput(GenerationOutput):
 
 
 class SpecBatchOutput(dict[str, SpecRequestOutput]):
-    """What `generate_batch()` returns with a strategy: outputs by request id, as the prompts came.
+    """Output of `generate_batch()` with a strategy: outputs by request id, in order of the prompts.
 
     Attributes:
-        spec_stats: counts and times of the whole call; `rows` in the same order.
+        spec_stats: counts and times of the call; `rows` in the same order.
     """
 
     def __init__(self, outputs: Iterable[SpecRequestOutput], spec_stats: SpecStats):

@@ -1,7 +1,8 @@
-"""Prompts for benchmarks: JSON lines with `id`, `task` and `turns`, or the user's own texts."""
+"""Prompts: the benchmark set, files of the user, batches, and overlap between sets."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +19,18 @@ from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.common.files import parse_json_lines, read_text
 
 JSON_ENDINGS = (".jsonl", ".json")
-# The task of a batch whose rows have different ones.
+# Task of a batch whose rows have different tasks.
 MIXED = "mixed"
+# Number of equal consecutive words that count as overlap (Brown et al. 2020, arXiv 2005.14165,
+# appendix C). A shorter text counts as a whole.
+OVERLAP_WORDS = 13
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The user's messages `turns`, of which the first is answered, by what tables call them.
+    """Messages of a user (`turns`), of which the first is the prompt.
 
-    `history` are pairs of a message and its answer that went before.
+    `history` has earlier pairs of message and answer.
     """
 
     id: str
@@ -35,19 +39,19 @@ class Prompt:
     history: tuple[tuple[str, str], ...] = ()
 
     def encode(self, tokenizer: Any) -> Tensor:
-        """(1, L) int64 ids, with the chat template if the tokenizer has one."""
+        """Return (1, L) int64 ids, with the chat template if the tokenizer has one."""
         if tokenizer.chat_template is None:
             return torch.tensor([tokenizer(self.turns[0])["input_ids"]])
-        said = [*(text for pair in self.history for text in pair), self.turns[0]]
+        texts = [*(text for pair in self.history for text in pair), self.turns[0]]
         roles = cycle(("user", "assistant"))
         messages = [
-            {"role": role, "content": text} for role, text in zip(roles, said, strict=False)
+            {"role": role, "content": text} for role, text in zip(roles, texts, strict=False)
         ]
         return encode_chat(tokenizer, messages)
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Tensor:
-    """(1, L) int64: a conversation in the model's chat template, open for its answer."""
+    """Return (1, L) int64 ids of a conversation in the chat template, with a generation prompt."""
     encoded = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -60,36 +64,53 @@ def load_prompts(
     tasks: Sequence[str] = (),
     whole: bool = False,
 ) -> list[Prompt]:
-    """Read prompts, the first `per_task` of each task, or of those in `tasks`; by default all.
+    """Read prompts, optionally only of `tasks` and only the first `per_task` of each.
 
-    A `.jsonl` or `.json` file has JSON lines with `turns` and optionally `id` and `task`, any other
-    one text: a prompt per line that is not empty, or a `whole` one. By default they are the 60
-    prompts of six tasks that come with the package.
+    A `.jsonl` or `.json` file has JSON lines with `turns` and optionally `id` and `task`. Any other
+    file is text with a prompt per non-empty line, or with `whole` a single prompt. Default: the 60
+    prompts of six tasks in this package.
 
     Raises:
-        OptionError: if there are no prompts, or a line is none.
+        OptionError: if there are no prompts, or a line is invalid.
     """
     source = path or resources.files("hf_spec.common") / "spec_prompts.jsonl"
     text = source.read_text(encoding="utf-8") if path is None else read_text(path)
     is_json = path is None or path.suffix in JSON_ENDINGS
-    found = list(_from_json(str(source), text) if is_json else _from_text(text, whole))
-    if not found:
-        raise OptionError(f"{source} holds no prompts")
-    if len({prompt.id for prompt in found}) < len(found):
-        raise OptionError(f"{source}: two prompts have the same id")
-    known = dict.fromkeys(prompt.task for prompt in found)
+    prompts = list(_from_json(str(source), text) if is_json else _from_text(text, whole))
+    if not prompts:
+        raise OptionError(f"{source} contains no prompts; add at least one")
+    if len({prompt.id for prompt in prompts}) < len(prompts):
+        raise OptionError(f"{source}: two prompts have the same id; make them unique")
+    all_tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     for task in tasks:
-        if task not in known:
+        if task not in all_tasks:
             raise OptionError(
-                f"{source} has no prompts of task {task!r}; it has {', '.join(known)}"
+                f"{source} has no prompts of task {task!r}; it has {', '.join(all_tasks)}"
             )
-    seen: Counter[str] = Counter()
-    taken = []
-    for prompt in found:
-        seen[prompt.task] += 1
-        if (per_task is None or seen[prompt.task] <= per_task) and prompt.task in (tasks or known):
-            taken.append(prompt)
-    return taken
+    counts: Counter[str] = Counter()
+    selected = []
+    for prompt in prompts:
+        counts[prompt.task] += 1
+        is_first = per_task is None or counts[prompt.task] <= per_task
+        if is_first and prompt.task in (tasks or all_tasks):
+            selected.append(prompt)
+    return selected
+
+
+def without_benchmark_overlap(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts that share no `OVERLAP_WORDS` words with those of this package.
+
+    Training sets leave the others out, so that benchmarks stay held-out.
+    """
+    benchmark = {words for prompt in load_prompts() for words in _word_sequences(prompt)}
+    return [prompt for prompt in prompts if benchmark.isdisjoint(_word_sequences(prompt))]
+
+
+def _word_sequences(prompt: Prompt) -> Iterator[tuple[str, ...]]:
+    for text in prompt.turns:
+        words = tuple(re.findall(r"\w+", text.lower()))
+        for begin in range(max(1, len(words) - OVERLAP_WORDS + 1)):
+            yield words[begin : begin + OVERLAP_WORDS]
 
 
 def _from_text(text: str, whole: bool) -> Iterator[Prompt]:
@@ -102,42 +123,42 @@ def _from_json(source: str, text: str) -> Iterator[Prompt]:
     for number, row in parse_json_lines(text, source):
         turns = row.get("turns") if isinstance(row, dict) else None
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-            raise OptionError(f"{source}, line {number}: no turns, a list of texts")
+            raise OptionError(f"{source}, line {number}: `turns` must be a list of strings")
         yield Prompt(str(row.get("id", number - 1)), str(row.get("task", "text")), tuple(turns))
 
 
 def as_conversations(
     prompts: Sequence[Prompt], tokenizer: Any, answer: Callable[[Prompt], str]
 ) -> list[Prompt]:
-    """One prompt per turn in order, each with the turns and answers before it.
+    """Return one prompt per turn, each with the turns and answers before it as history.
 
-    Turns of prompts with several are called "id/1", "id/2" and so on. `answer` gives the model's
-    answer to the first turn of a prompt.
+    The turns of a prompt with several get the ids "id/1", "id/2" and so on. `answer` returns the
+    model's answer to the first turn of a prompt.
 
     Raises:
-        UnsupportedError: if a prompt has several turns and the tokenizer no chat template.
+        UnsupportedError: if a prompt has several turns and the tokenizer has no chat template.
     """
-    found: list[Prompt] = []
+    conversations: list[Prompt] = []
     for prompt in prompts:
         if len(prompt.turns) == 1:
-            found.append(prompt)
+            conversations.append(prompt)
             continue
         if tokenizer.chat_template is None:
             raise UnsupportedError(
-                f"prompt {prompt.id!r} has {len(prompt.turns)} turns, and the tokenizer has no "
-                "chat template to tell them apart; measure the first turns alone"
+                f"prompt {prompt.id!r} has {len(prompt.turns)} turns, but the tokenizer has no "
+                "chat template; measure only the first turns"
             )
         for number, message in enumerate(prompt.turns, start=1):
             name, history = f"{prompt.id}/{number}", prompt.history
             if number > 1:
-                earlier = found[-1]
+                earlier = conversations[-1]
                 history = (*earlier.history, (earlier.turns[0], answer(earlier)))
-            found.append(replace(prompt, id=name, turns=(message,), history=history))
-    return found
+            conversations.append(replace(prompt, id=name, turns=(message,), history=history))
+    return conversations
 
 
 def left_padded(rows: Sequence[Tensor]) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` of prompts (L,), padded on the left."""
+    """Return left-padded `input_ids` and `attention_mask` of (L,) prompts."""
     masks = [torch.ones_like(row) for row in rows]
     return {
         name: pad_sequence(texts, batch_first=True, padding_side="left")
@@ -147,7 +168,7 @@ def left_padded(rows: Sequence[Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts generated from in one call: (B, L) int64 ids and mask, padded on the left."""
+    """Prompts of one call: left-padded (B, L) int64 ids and mask."""
 
     prompts: tuple[Prompt, ...]
     ids: Tensor
@@ -155,27 +176,27 @@ class Batch:
 
     @property
     def name(self) -> str:
-        """The ids of its prompts."""
+        """Ids of the prompts, joined by "+"."""
         return "+".join(prompt.id for prompt in self.prompts)
 
     @property
     def task(self) -> str:
-        """The task of its prompts, if it is the same."""
+        """Task of the prompts, `MIXED` if they differ."""
         tasks = {prompt.task for prompt in self.prompts}
         return tasks.pop() if len(tasks) == 1 else MIXED
 
 
 def check_batch_size(size: int, num_prompts: int) -> None:
-    """Refuse batches that would hold the same prompt twice."""
+    """Raise `OptionError` if a batch would contain a prompt twice."""
     if num_prompts < size:
         raise OptionError(
-            f"a batch of {size} rows needs as many prompts, and there are {num_prompts}; take "
-            "more prompts or a smaller batch"
+            f"a batch of {size} rows needs {size} prompts, but there are {num_prompts}; use more "
+            "prompts or a smaller batch"
         )
 
 
 def make_batches(prompts: Sequence[Prompt], tokenizer: Any, size: int) -> list[Batch]:
-    """Batches of prompts in order; the last one is filled up from the beginning."""
+    """Return batches of prompts in order; the last is filled with the first prompts."""
     check_batch_size(size, len(prompts))
     batches = []
     for start in range(0, len(prompts), size):

@@ -1,12 +1,10 @@
-"""Settings: dataclasses that are the only place of a value's default, its bounds and its meaning.
+"""Settings: dataclasses that define the default, bounds and help of every option.
 
-Values are checked against the types of the fields. A command line makes its options from the same
-types, from the defaults and from the `Attributes` of the docstring (`hf_spec.cli.options`).
+Values are checked against the field types. Command line options are built from the same types, the
+defaults, and the `Attributes` of the docstring (`hf_spec.cli.options`).
 """
 
-# Help must not wait for torch, so the classes that it is made from lie in modules that import
-# neither torch nor transformers. Reading their source instead, without an import, would only do
-# for defaults and types that are literals.
+# `--help` must not import torch. So modules with settings import neither torch nor transformers.
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from hf_spec.common.errors import OptionError
 
 @dataclass(frozen=True)
 class Within:
-    """Bounds of a number, or of each in a tuple."""
+    """Bounds of a number, or of each number in a tuple."""
 
     low: float
     high: float = math.inf
@@ -31,7 +29,7 @@ class Within:
 
 @dataclass(frozen=True)
 class Named:
-    """What a command line calls a setting, and a switch that is off, if not by the field's name."""
+    """Option name on the command line, and that of the negated switch, if not the field name."""
 
     option: str
     off: str | None = None
@@ -40,7 +38,7 @@ class Named:
 CODE_ONLY = object()
 
 Value = TypeVar("Value")
-# A setting that is no option of a command line.
+# Setting without a command line option.
 Internal = Annotated[Value, CODE_ONLY]
 Count = Annotated[int, Within(1)]
 Share = Annotated[float, Within(0, 1)]
@@ -49,18 +47,18 @@ Weight = Annotated[float, Within(0)]
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a settings class.
+    """Field of a settings class.
 
     Attributes:
-        name: of the field.
-        option: on a command line, with underscores; None if it has none.
-        off: what turns a switch off, likewise.
-        kind: type of the value, or of each in a tuple.
-        help: what the docstring says of it.
-        choices: if only these are allowed.
-        bounds: of a number.
-        repeated: whether the value is a tuple.
-        optional: whether it may be None.
+        name: field name.
+        option: command line option with underscores, or None.
+        off: negated option of a switch, or None.
+        kind: type of the value, or of the elements of a tuple.
+        help: text from the docstring.
+        choices: allowed values, empty for any.
+        bounds: bounds of a number.
+        repeated: the value is a tuple.
+        optional: the value may be None.
     """
 
     name: str
@@ -74,11 +72,7 @@ class Setting:
     optional: bool
 
     def check(self, value: Any) -> None:
-        """Refuse a value that the type or the bounds do not allow.
-
-        Raises:
-            OptionError: names the setting, the value and what is allowed.
-        """
+        """Raise `OptionError` for a value that the type or the bounds do not allow."""
         if value is None and self.optional:
             return
         wrong = f"{self.name}={value!r}"
@@ -90,9 +84,9 @@ class Setting:
             return
         allowed = (int,) if self.kind is int else (int, float)
         low, high = (self.bounds.low, self.bounds.high) if self.bounds else (-math.inf, math.inf)
-        for one in value if self.repeated else (value,):
-            number = isinstance(one, allowed) and not isinstance(one, bool)
-            if not number or not low <= one <= high:
+        for number in value if self.repeated else (value,):
+            is_number = isinstance(number, allowed) and not isinstance(number, bool)
+            if not is_number or not low <= number <= high:
                 kind = "a whole number" if self.kind is int else "a number"
                 limits = f" between {low} and {high}" if high < math.inf else f" of at least {low}"
                 raise OptionError(f"{wrong} must be {kind}{limits if self.bounds else ''}")
@@ -100,17 +94,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Settings:
-    """Base of settings; refuses values that the types of the fields do not allow."""
+    """Base class of settings; raises `OptionError` for invalid values."""
 
     def __post_init__(self) -> None:
-        for setting in described(type(self)):
+        for setting in setting_fields(type(self)):
             setting.check(getattr(self, setting.name))
 
 
-def described(kind: type[Settings]) -> tuple[Setting, ...]:
-    """The fields of a settings class, in their order."""
+def setting_fields(kind: type[Settings]) -> tuple[Setting, ...]:
+    """Return the fields of a settings class in order."""
     hints, texts = get_type_hints(kind, include_extras=True), _attributes(kind)
-    found = []
+    settings = []
     for field in dataclasses.fields(kind):
         hint, notes = hints[field.name], list[Any]()
         repeated = optional = False
@@ -126,12 +120,12 @@ def described(kind: type[Settings]) -> tuple[Setting, ...]:
                 hint = get_args(hint)[0]
             else:
                 break
-        called = next((note for note in notes if isinstance(note, Named)), Named(field.name))
-        found.append(
+        named = next((note for note in notes if isinstance(note, Named)), Named(field.name))
+        settings.append(
             Setting(
                 name=field.name,
-                option=None if CODE_ONLY in notes else called.option,
-                off=called.off,
+                option=None if CODE_ONLY in notes else named.option,
+                off=named.off,
                 kind=hint,
                 help=texts.get(field.name, ""),
                 choices=get_args(hint) if get_origin(hint) is Literal else (),
@@ -140,16 +134,16 @@ def described(kind: type[Settings]) -> tuple[Setting, ...]:
                 optional=optional,
             )
         )
-    return tuple(found)
+    return tuple(settings)
 
 
 def _attributes(kind: type[Settings]) -> dict[str, str]:
-    """What the `Attributes` section of a docstring says of each name."""
+    """Return the texts of the `Attributes` section of a docstring by name."""
     section = (
         inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     )
     texts: dict[str, str] = {}
-    # An entry begins at four spaces; deeper lines continue it.
+    # Entries are indented by four spaces, continuation lines by more.
     for entry in re.split(r"\n?^ {4}(?=\S)", section, flags=re.MULTILINE)[1:]:
         names, _, text = entry.partition(": ")
         texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))

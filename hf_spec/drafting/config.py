@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_spec.common.errors import OptionError, choices
 from hf_spec.drafting.length_policy import HEAD, MEASURED, check_policy
-from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.engine.forward.padded_batching import BATCHING
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,7 +31,8 @@ class StrategyConfig:
         sizes: options that say how large a draft is.
         takes_tokenizers: whether its draft model may have a tokenizer of its own.
         batching: what is padded in a batch: "unpadded", which is nothing; for comparison
-            "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.engine.forward.row_batch`).
+            "unpadded_kv", "unpadded_input" and "padded" (see
+            `hf_spec.engine.forward.padded_batching`).
         compile: True compiles the layers of the target and of what drafts for this call, on a CPU;
             False runs them uncompiled. By default `hf_spec.compile` of each model decides.
     """

@@ -1,13 +1,13 @@
-"""Growth of a draft that the host does not watch: the device chooses what is drafted on.
+"""Growth of drafts on the device, without synchronizing between passes.
 
-Where nobody asks after a level whether to go on, the host need not know its tokens before the last
-level is there. All levels are queued, and what they found comes back in one transfer, of which
-`hang` makes what would have grown level by level, node by node.
+If no length policy decides after each pass, the host does not need the drafted tokens before the
+last pass. All passes are queued, their tokens are fetched in one transfer, and the drafts are
+rebuilt from them node by node (`replay_into`).
 
-The host has to know the shape of what it queues. So each level runs as many nodes of every row as
-it has at most: where fewer may be drafted on, others take their place, and nothing is hung below
-them. A chain is the tree with one node a level. What a node descends from follows from that shape
-or is known to the device alone, which then says itself what each node sees.
+The host has to know the shape of what it queues. So each pass runs the largest number of nodes per
+row that it can have; rows with fewer are padded, and padding gets no children. A chain is the tree
+with one node per level. The parents of the nodes follow from that shape, or the device chooses the
+nodes and computes what each of them sees.
 """
 
 from __future__ import annotations
@@ -21,252 +21,298 @@ from torch import Tensor
 
 from hf_spec.backend.device.transfer import fetch_all, send
 from hf_spec.drafting.rank_tree import Path
-from hf_spec.drafting.tree_growth import Growth, TreeShape
+from hf_spec.drafting.tree_growth import Growth, NextLists, NextTokens, RowGrowth, TreeShape
 
-# Most nodes of a row in a level. Wider ones are meant to be pruned, and padding all of them would
-# cost more than the host's looking at them.
+# Most nodes of a row in a level that are chosen on the device. Wider levels are usually pruned, so
+# padding all of them would cost more than synchronizing.
 WIDEST = 32
 
 
 @dataclass(frozen=True)
-class LevelPlan:
-    """What is known of a level beforehand.
+class PassPlan:
+    """Shape of a pass, known in advance.
 
     Attributes:
-        width: how many nodes of a row run.
-        picks: which children of the level before these are, counted over all of its nodes; None
-            where the likeliest are chosen.
-        index: `picks` on the device; None where those are all of them.
-        own: (width, bytes) uint8 on the device, as `RaggedLayout.bits`: each node itself.
+        width: nodes of a row.
+        picks: entries of the pass before, flattened over nodes, levels and ranks, that lead to each
+            node: one per level of that pass. None where the most probable are chosen.
+        index: `picks` on the device; None if those are all entries.
+        own_bits: (width, bytes) uint8 on the device, as `RaggedLayout.bits`: each node itself.
     """
 
     width: int
     picks: list[int] | None
     index: Tensor | None = None
-    own: Tensor | None = None
+    own_bits: Tensor | None = None
 
 
-class Plans:
-    """The plans of drafts of one shape; `ends` are the tokens that nothing follows."""
+class PassPlans:
+    """The plans of drafts of one shape.
+
+    Args:
+        shape: the shape.
+        ends: tokens that nothing follows.
+        device: the device that chooses the nodes.
+    """
 
     def __init__(self, shape: TreeShape, ends: Sequence[int], device: torch.device):
         self.shape = shape
         self.device = device
         self.ends = send([torch.tensor(ends)], device)[0] if ends else None
-        self._made: dict[tuple[int, int], list[LevelPlan]] = {}
+        self._plans: dict[tuple[int, int], list[PassPlan]] = {}
 
     def fit(self, depth: int) -> bool:
-        """Whether drafts of so many levels have a shape that is known, and worth filling up."""
+        """Return True if drafts of that depth can be planned, at little padding."""
         shape = self.shape
-        widths = [width for width, _ in _levels(shape, shape.num_ranks, depth)]
-        # Of trees of ranks that bound is not asked.
+        if shape.merge_length is not None:
+            return False
+        if shape.whole:
+            return True
+        widths = [width for width, _ in _pass_picks(shape, shape.num_ranks, depth)]
+        # Trees of ranks ignore `max_draft_nodes`.
         bounded = shape.tree is None and sum(widths) * shape.num_ranks >= shape.max_draft_nodes
-        return shape.merge_length is None and max(widths) <= WIDEST and not bounded
+        return max(widths) <= WIDEST and not bounded
 
-    def of(self, num_ranks: int, depth: int) -> list[LevelPlan]:
-        """One per level, where that many tokens may follow each; fewer than `depth` if all end."""
+    def of(self, num_ranks: int, depth: int) -> list[PassPlan]:
+        """Return the plan of each pass if `num_ranks` tokens may follow each node.
+
+        There are fewer passes than `depth` needs if no node has children below them.
+        """
         key = num_ranks, depth
-        if key not in self._made:
-            self._made[key] = self._make(num_ranks, depth)
-        return self._made[key]
+        if key not in self._plans:
+            self._plans[key] = self._make(num_ranks, depth)
+        return self._plans[key]
 
-    def _make(self, num_ranks: int, depth: int) -> list[LevelPlan]:
-        levels = list(_levels(self.shape, num_ranks, depth))
-        widths = [width for width, _ in levels]
-        # Everybody sees the root without a bit.
-        own = pack_bits(torch.eye(sum(widths[1:]), dtype=torch.bool)).split(widths[1:])
-        index = [torch.tensor(picks or []) for _, picks in levels]
-        sent = send([*index, own[0][:0], *own] if own else index, self.device)
-        chooses = any(picks is None for _, picks in levels)
+    def _make(self, num_ranks: int, depth: int) -> list[PassPlan]:
+        passes = list(_pass_picks(self.shape, num_ranks, depth))
+        widths = [width for width, _ in passes]
+        # Every node sees the root, which has no bit.
+        own_bits = pack_bits(torch.eye(sum(widths[1:]), dtype=torch.bool)).split(widths[1:])
+        index = [torch.tensor(picks or []) for _, picks in passes]
+        sent = send([*index, own_bits[0][:0], *own_bits] if own_bits else index, self.device)
+        chooses = any(picks is None for _, picks in passes)
+        entries = num_ranks * self.shape.levels_per_pass
         plans = []
-        for level, (width, picks) in enumerate(levels):
-            whole = level == 0 or picks == list(range(widths[level - 1] * num_ranks))
-            placed = None if picks is None or whole else sent[level]
-            seen = sent[len(levels) + level] if chooses and level else None
-            plans.append(LevelPlan(width, picks, placed, seen))
+        for number, (width, picks) in enumerate(passes):
+            all_entries = number == 0 or picks == list(range(widths[number - 1] * entries))
+            placed = None if picks is None or all_entries else sent[number]
+            seen = sent[len(passes) + number] if chooses and number else None
+            plans.append(PassPlan(width, picks, placed, seen))
         return plans
 
 
-def _levels(shape: TreeShape, num_ranks: int, depth: int) -> Iterator[tuple[int, list[int] | None]]:
-    """Per level how many nodes run, and which children of the level before, None if chosen."""
+def _pass_picks(
+    shape: TreeShape, num_ranks: int, depth: int
+) -> Iterator[tuple[int, list[int] | None]]:
+    """Yield the width and the picks of every pass, see `PassPlan`."""
     yield 1, [0]
-    width = 1
-    places: dict[Path, int] = {(): 0}
-    for level in range(1, depth):
-        if shape.tree is not None:
-            mine = [
-                path
-                for path in shape.tree.paths
-                if path in shape.tree.inner and path[:-1] in places and path[-1] < num_ranks
-            ]
-            mine = [path for path in mine if len(path) == level]
-            if not mine:
-                return
-            yield len(mine), [places[path[:-1]] * num_ranks + path[-1] for path in mine]
-            places = {path: place for place, path in enumerate(mine)}
-            continue
-        children = width * num_ranks
-        width = min(children, shape.expanded_per_level)
-        yield width, list(range(children)) if width == children else None
+    if shape.tree is None:
+        width = 1
+        for _ in range(1, depth):
+            children = width * num_ranks
+            width = min(children, shape.expanded_per_level)
+            yield width, list(range(children)) if width == children else None
+        return
+    levels = shape.levels_per_pass
+    place_of: dict[Path, int] = {(): 0}
+    for level in range(levels, depth, levels):
+        nodes = [
+            path
+            for path in shape.tree.paths
+            if len(path) == level
+            and path in shape.tree.inner
+            and path[:-levels] in place_of
+            and max(path[-levels:]) < num_ranks
+        ]
+        if not nodes:
+            return
+        yield (
+            len(nodes),
+            [
+                (place_of[path[:-levels]] * levels + step) * num_ranks + rank
+                for path in nodes
+                for step, rank in enumerate(path[-levels:])
+            ],
+        )
+        place_of = {path: place for place, path in enumerate(nodes)}
 
 
 @dataclass(frozen=True)
-class Level:
-    """What was found after the nodes of a level that ran, A rows of w nodes each.
+class QueuedPass:
+    """A pass over w nodes of each of A rows, on the device.
 
     Attributes:
         rows: the rows.
-        plan: the level's.
-        chosen: (A, w) int64, which children of the level before ran; None where the plan says so.
-        tokens, chances: (A, w, ranks), what may follow each, and how likely it is.
-        probs: (A * w, R) what these were drawn from; None where they were not drawn.
+        depth: depth of the nodes.
+        plan: its plan.
+        chosen: (A, w) int64, the entries of the pass before that were chosen to run; None where
+            the plan has `picks`.
+        tokens, chances: (A, w, levels, ranks), see `NextTokens`.
+        probs: (A * w, R) what the tokens were drawn from; None if they were not drawn.
     """
 
     rows: list[int]
-    plan: LevelPlan
+    depth: int
+    plan: PassPlan
     chosen: Tensor | None
     tokens: Tensor
     chances: Tensor
-    probs: Tensor | None = None
+    probs: Tensor | None
 
 
-class DeviceGrowth:
-    """Drafts of some rows under construction, on the device.
+class DeviceGrowth(Growth):
+    """Growth that is fetched once, when all passes are queued.
 
     Attributes:
-        rows: those that grow.
-        parents: of what ran and runs of each row, the root first, the place of the parent, -1 for
-            the root. Where the device alone knows it, one of the same depth.
+        pass_parents: of the nodes that have run and run next, the same in each row, the root
+            first: where in this list the parent is, -1 for the root. If the device chooses the
+            nodes, only the depths that follow from it are right.
     """
 
-    def __init__(self, plans: Plans, limits: Mapping[int, int]):
-        self.rows = list(limits)
-        self.parents = [-1]
-        self._limits = limits
+    def __init__(
+        self,
+        drafts: Mapping[int, RowGrowth],
+        limits: Mapping[int, int],
+        ends: Callable[[int], bool],
+        plans: PassPlans,
+    ):
+        super().__init__(drafts, limits, ends)
+        self.pass_parents = [-1]
         self._plans = plans
-        self._plan = [LevelPlan(1, [0])]
-        self._levels: list[Level] = []
-        # Of what runs next, (A, width, ...): its tokens; which children of the level before it is,
-        # where it was chosen; how likely it is to come there, float64, 0 if nothing follows; and
-        # what it sees.
+        self._plan = [PassPlan(1, [0])]
+        self._queued: list[QueuedPass] = []
+        # (A, width, ...) of the nodes: their tokens; the entries of the pass before that they are,
+        # if the device chose them; the probability of reaching them, float64, 0 for padding; and
+        # the bits of `visible`.
         self._tokens: Tensor | None = None
         self._chosen: Tensor | None = None
         self._reach: Tensor | None = None
-        self._sees: Tensor | None = None
-        # Of the level before: where the rows were, None for the same places; the children that
-        # run now, None for all; and how many nodes it had, and children each.
-        self._places: Tensor | None = None
-        self._picks: Tensor | None = None
+        self._bits: Tensor | None = None
+        # How the nodes follow from the pass before: the places of the rows in it, None for the
+        # same; the entries that run now, None for all; its number of nodes, and of entries each.
+        self._row_places: Tensor | None = None
+        self._index: Tensor | None = None
         self._before = 1, 1
 
     @property
-    def width(self) -> int:
-        """How many nodes of each row run next."""
-        return self._plan[len(self._levels)].width
+    def tokens_on_device(self) -> bool:  # type: ignore[override]
+        """True but for the roots."""
+        return self._tokens is not None
 
     @property
-    def depth(self) -> int:
-        """How deep they lie, 0 for the roots."""
-        return len(self._levels)
+    def tokens(self) -> Tensor:
+        """See `Growth`."""
+        if self._tokens is None:
+            return torch.tensor([self._drafts[row].graph.tokens[0] for row in self.rows])
+        return self._tokens.flatten()
 
     @property
-    def owners(self) -> list[int]:
-        """The row of each node that runs next."""
-        return [row for row in self.rows for _ in range(self.width)]
+    def visible(self) -> Tensor | None:  # type: ignore[override]
+        """See `Growth`."""
+        return None if self._bits is None else self._bits.flatten(0, 1)
 
     @property
-    def tokens(self) -> Tensor | None:
-        """(A * width,) int64, what runs next; None for the roots, which the host knows."""
-        return None if self._tokens is None else self._tokens.flatten()
-
-    @property
-    def sees(self) -> Tensor | None:
-        """(A * width, bytes) uint8, as `RaggedLayout.bits`, what these descend from.
-
-        That is without the root; None where `parents` say so.
-        """
-        return None if self._sees is None else self._sees.flatten(0, 1)
-
-    @property
-    def above(self) -> Tensor:
-        """(A * width,) int64, where their parents are among the nodes of the level before.
-
-        Of roots, their places.
-        """
-        before, num_ranks = self._before
-        rows = self._places
+    def parents(self) -> Tensor:
+        """See `Growth`."""
+        if self._tokens is None:
+            return torch.arange(len(self.rows))
+        (before, entries), levels = self._before, self._plans.shape.levels_per_pass
+        rows, index, device = self._row_places, self._index, self._plans.device
         if rows is None:
-            rows = torch.arange(len(self.rows), device=self._plans.device)
-        slots = self._picks
-        if slots is None:
-            slots = torch.arange(self.width, device=self._plans.device)
-        return (rows[:, None] * before + slots // num_ranks).flatten()
+            rows = torch.arange(len(self.rows), device=device)
+        if index is None:
+            index = torch.arange(self._width * levels, device=device)
+        return (rows[:, None] * before + index[..., ::levels] // entries).flatten()
 
-    def add(self, tokens: Tensor, chances: Tensor, probs: Tensor | None = None) -> None:
-        """Take (A * width, ranks) tokens that may follow what ran, and their probabilities.
+    def num_nodes(self, row: int) -> int:
+        """See `Growth`."""
+        return self._width
 
-        `probs` are the (A * width, R) that they were drawn from, if they were.
-        """
-        shape = len(self.rows), self.width, tokens.shape[-1]
-        if not self._levels:
-            self._plan = self._plans.of(tokens.shape[-1], max(self._limits.values()))
-        plan = self._plan[len(self._levels)]
-        pair = tokens.view(shape), chances.view(shape)
-        self._levels.append(Level(self.rows, plan, self._chosen, *pair, probs))
+    def expanded_subtree(self, row: int) -> tuple[list[int], list[int]]:
+        """See `Growth`."""
+        return [self._drafts[row].graph.tokens[0]] * len(self.pass_parents), self.pass_parents
 
-    def descend(self) -> bool:
-        """Choose what runs next, of the rows that go on; whether there is anything."""
-        level = len(self._levels)
-        kept = [place for place, row in enumerate(self.rows) if self._limits[row] > level]
-        if level == len(self._plan) or not kept:
-            return False
-        tokens, chances = self._levels[-1].tokens, self._levels[-1].chances
-        self._places = None
-        if len(kept) < len(self.rows):
-            self.rows = [self.rows[place] for place in kept]
-            (index,) = send([torch.tensor(kept)], tokens.device)
-            tokens, chances, self._places = tokens[index], chances[index], index
+    def add(self, following: NextTokens) -> None:
+        """See `Growth`."""
+        _, levels, num_ranks = following.tokens.shape
+        shape = len(self.rows), self._width, levels, num_ranks
+        if not self._queued:
+            self._plan = self._plans.of(num_ranks, max(self._limits.values()))
+        pair = following.tokens.view(shape), following.chances.view(shape)
+        plan = self._plan[len(self._queued)]
+        self._queued.append(
+            QueuedPass(self.rows, self.depth, plan, self._chosen, *pair, following.probs)
+        )
+        self.depth += levels
+
+    def next_rows(self) -> list[int]:
+        """See `Growth`."""
+        if len(self._queued) == len(self._plan):
+            return []
+        return [row for row in self.rows if self._limits[row] > self.depth]
+
+    def advance(self, rows: Sequence[int]) -> None:
+        """See `Growth`; the device chooses the nodes."""
+        before, self.rows = self.rows, list(rows)
+        if not rows:
+            return
+        tokens, chances = self._queued[-1].tokens, self._queued[-1].chances
+        self._row_places = None
+        if len(rows) < len(before):
+            places = [place for place, row in enumerate(before) if row in rows]
+            (index,) = send([torch.tensor(places)], tokens.device)
+            tokens, chances, self._row_places = tokens[index], chances[index], index
             self._reach = None if self._reach is None else self._reach[index]
-            self._sees = None if self._sees is None else self._sees[index]
-        self._choose(self._plan[level], tokens, chances)
-        return True
+            self._bits = None if self._bits is None else self._bits[index]
+        self._choose(self._plan[len(self._queued)], tokens, chances)
 
-    def fetch(self) -> list[Found]:
-        """Every level on the host, in one transfer."""
+    def finish(self) -> None:
+        """See `Growth`; fetches all passes in one transfer."""
         tensors: list[Tensor] = []
-        for level in self._levels:
-            chosen = [] if level.chosen is None else [level.chosen]
-            tensors += [level.tokens, level.chances, *chosen]
+        for queued in self._queued:
+            chosen = [] if queued.chosen is None else [queued.chosen]
+            tensors += [queued.tokens, queued.chances, *chosen]
         lists = iter(fetch_all(tensors))
-        found = []
-        for level in self._levels:
+        for queued in self._queued:
             tokens, chances = next(lists), next(lists)
-            known = [level.plan.picks or []] * len(level.rows)
-            picks = known if level.chosen is None else next(lists)
-            found.append(Found(level, tokens, chances, picks))
-        return found
+            picked: list[list[int]] = [] if queued.chosen is None else next(lists)
+            for place, row in enumerate(queued.rows):
+                drawn_from = None
+                if queued.probs is not None:
+                    drawn_from = queued.probs.view(len(queued.rows), queued.plan.width, -1)[place]
+                row_lists = NextLists(tokens[place], chances[place], drawn_from)
+                picks = picked[place] if picked else queued.plan.picks or []
+                max_levels = self._limits[row] - queued.depth
+                replay_into(self._drafts[row], picks, row_lists, self._ends, max_levels)
+        self._queued = []
 
-    def _choose(self, plan: LevelPlan, tokens: Tensor, chances: Tensor) -> None:
-        """Of (A, before, ranks) children those that run next."""
-        num_rows, before, num_ranks = tokens.shape
-        first = len(self.parents) - before
-        picks = [0] * plan.width if plan.picks is None else plan.picks
-        self.parents += [first + pick // num_ranks for pick in picks]
+    @property
+    def _width(self) -> int:
+        return self._plan[len(self._queued)].width
+
+    def _choose(self, plan: PassPlan, tokens: Tensor, chances: Tensor) -> None:
+        """Choose the nodes to run among (A, before, levels, ranks) entries."""
+        num_rows, before, levels, num_ranks = tokens.shape
+        entries = levels * num_ranks
+        first = len(self.pass_parents) - before
+        picks = [0] * plan.width if plan.picks is None else plan.picks[::levels]
+        self.pass_parents = [*self.pass_parents, *(first + pick // entries for pick in picks)]
         index = None if plan.index is None else plan.index.expand(num_rows, -1)
         self._chosen = None
-        if plan.own is not None:
-            reach = self._reached(tokens, chances)
+        if plan.own_bits is not None:
+            reach = self._reached(tokens.flatten(1, 2), chances.flatten(1, 2))
             if plan.picks is None:
-                # Ties go to the first, as on the host, and so does the order of what runs.
+                # Ties go to the first, as on the host, and the nodes run in the same order.
                 best = reach.sort(dim=1, descending=True, stable=True).indices[:, : plan.width]
                 index = self._chosen = best.sort(dim=1).values
             self._reach = _picked(reach, index)
-            self._sees = _above(self._sees, index, plan.own.expand(num_rows, -1, -1), num_ranks)
+            own_bits = plan.own_bits.expand(num_rows, -1, -1)
+            self._bits = _with_parents_bits(self._bits, index, own_bits, num_ranks)
         self._tokens = _picked(tokens.flatten(1), index)
-        self._picks, self._before = index, (before, num_ranks)
+        self._index, self._before = index, (before, entries)
 
     def _reached(self, tokens: Tensor, chances: Tensor) -> Tensor:
-        """(A, before * ranks) float64: how likely it is to come to each child."""
+        """Return (A, before * ranks) float64, the probability of reaching each child."""
         shape, ends = self._plans.shape, self._plans.ends
         # In the precision of the host, which prunes by the same rules.
         likely = chances.double()
@@ -283,41 +329,38 @@ class DeviceGrowth:
         return reach.flatten(1)
 
 
-@dataclass(frozen=True)
-class Found:
-    """A level on the host: by row and node the tokens and chances of its children.
+def replay_into(
+    draft: RowGrowth,
+    picks: Sequence[int],
+    lists: NextLists,
+    ends: Callable[[int], bool],
+    max_levels: int,
+) -> None:
+    """Add a pass that ran on the device to a draft on the host, as if it had grown there.
 
-    `picks` are by row which children of the level before are its nodes.
+    Args:
+        draft: the draft.
+        picks: the entries of the pass before that ran, see `PassPlan`.
+        lists: what follows them.
+        ends: True for tokens that end a sequence.
+        max_levels: levels to add at most.
     """
-
-    level: Level
-    tokens: list[list[list[int]]]
-    chances: list[list[list[float]]]
-    picks: list[list[int]]
-
-    def hang(self, growths: Mapping[int, Growth], ends: Callable[[int], bool]) -> None:
-        """Add the children of every node that would have run, and see what grows on."""
-        width, probs = self.level.plan.width, self.level.probs
-        for place, row in enumerate(self.level.rows):
-            growth = growths[row]
-            above = growth.newest
-            nodes = growth.begin_level([above[pick] for pick in self.picks[place]])
-            for slot, node in enumerate(nodes):
-                drawn_from = None if probs is None else probs[place * width + slot]
-                tokens, chances = self.tokens[place][slot], self.chances[place][slot]
-                growth.expand(node, tokens, chances, drawn_from)
-            growth.narrow(ends)
+    # A whole tree expands all of its frontier.
+    ran = None if draft.shape.whole else [draft.last_level[pick] for pick in picks]
+    draft.add_levels(draft.begin_pass(ran), lists, ends, max_levels)
 
 
 def _picked(values: Tensor, index: Tensor | None) -> Tensor:
     return values if index is None else values.gather(1, index)
 
 
-def _above(sees: Tensor | None, index: Tensor | None, own: Tensor, num_ranks: int) -> Tensor:
-    """(A, width, bytes) what nodes see: what their parents do, and themselves."""
-    if sees is None:
-        return own
+def _with_parents_bits(
+    bits: Tensor | None, index: Tensor | None, own_bits: Tensor, num_ranks: int
+) -> Tensor:
+    """Return (A, width, bytes) bits: those of the parents, and the nodes' own."""
+    if bits is None:
+        return own_bits
     if index is None:
-        return sees.repeat_interleave(num_ranks, dim=1) | own
-    above = (index // num_ranks)[..., None].expand(-1, -1, sees.shape[-1])
-    return sees.gather(1, above) | own
+        return bits.repeat_interleave(num_ranks, dim=1) | own_bits
+    above = (index // num_ranks)[..., None].expand(-1, -1, bits.shape[-1])
+    return bits.gather(1, above) | own_bits

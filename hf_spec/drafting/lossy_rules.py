@@ -91,7 +91,7 @@ class PathSampling(LongestPath):
             above = tree.parent[node]
             known[node] = [] if above < 0 else [*known[above], tree.tokens[node]]
         owners, nodes = [row for row, _ in inner], [node for _, node in inner]
-        scores = walk.look(owners, nodes, [known[node] for node in nodes])
+        scores = walk.scores_of(owners, nodes, [known[node] for node in nodes])
         probs = dict(zip(nodes, scores.softmax(dim=-1), strict=True))
         for _, leaf in tokens:
             if tree.proposals(leaf):
@@ -123,7 +123,7 @@ class IndependentAcceptance(LongestPath):
         paths: dict[int, list[int]] = {root: [] for _, root in level}
         while level := [(row, node) for row, node in level if tree.children[node]]:
             rows, nodes = [row for row, _ in level], [node for _, node in level]
-            target_probs = walk.look(rows, nodes, [paths[n] for n in nodes]).softmax(dim=-1)
+            target_probs = walk.scores_of(rows, nodes, [paths[n] for n in nodes]).softmax(dim=-1)
             assert tree.node_probs is not None, "drafted graphs carry the probability of each node"
             level = []
             for row, node, probs in zip(rows, nodes, target_probs, strict=True):

@@ -1,8 +1,8 @@
-"""Drafts from heads that look at the target's hidden states once, and propose several levels.
+"""Drafts from heads that read the target's hidden states once and predict several levels.
 
-What they propose for a level may depend on the tokens that are drafted before (`Proposals`). The
-draft grows level by level like others: a chain, the likeliest paths, or a tree of ranks, drawn at
-random or not, ended by any length policy.
+The predictions of a level may depend on the tokens drafted before (`Proposals`). The draft grows
+level by level like others: a chain, the most probable paths, or a tree of ranks, drawn at random or
+not, with any length policy.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_spec.backend.device import transfer
 from hf_spec.backend.device.transfer import send
-from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import HeadPolicy, LengthPolicy
-from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
+from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
+from hf_spec.drafting.tree_growth import Growth
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.fast.packed_linear import use_packed_linears
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
@@ -27,11 +26,11 @@ from hf_spec.engine.forward.output import ForwardOutput
 
 
 class Proposals(ABC):
-    """What a head says of the rows of one draft, level by level.
+    """A head's predictions for the rows of one draft, level by level.
 
     Attributes:
-        confidence: of a head that says so, (M,) float32, the chance that what it proposes after
-            each of the newest M nodes is accepted.
+        confidence: (M,) float32, the probability that what follows each of the newest M nodes is
+            accepted; None without a confidence head.
     """
 
     confidence: Tensor | None = None
@@ -40,23 +39,23 @@ class Proposals(ABC):
 
     @abstractmethod
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """(M, V) logits of what follows M nodes of one level.
+        """Return (M, V) logits of the tokens after the M nodes of the next level.
 
         Args:
-            tokens: (M,) int64 of the nodes; the roots, at first.
-            parents: (M,) int64, the place of each one's parent in the call before; at first, the
+            tokens: (M,) int64 of the nodes; the roots in the first call.
+            parents: (M,) int64, the place of each node's parent in the call before; of a root the
                 place of its row.
         """
 
     def _descend(self, parents: Tensor) -> tuple[Tensor, int]:
-        """(M,) int64 the rows of the nodes of the next level, and that level, from 0."""
+        """Return (M,) int64 row places of the nodes of the next level, and that level, from 0."""
         self._rows = parents if self._rows is None else self._rows[parents]
         self._level += 1
         return self._rows, self._level
 
 
-class Lists(Proposals):
-    """Lists that do not depend on what is drafted before, by (A, K, V) logits."""
+class FixedProposals(Proposals):
+    """Predictions that do not depend on the tokens drafted before: (A, K, V) logits."""
 
     def __init__(self, logits: Tensor):
         self._logits = logits
@@ -68,43 +67,43 @@ class Lists(Proposals):
 
 
 class ProposalRunner(Protocol):
-    """Runs a head, with whatever it keeps of each row.
+    """Runs a head, and stores what it needs of each row.
 
     Attributes:
         forwards: passes of the head so far.
-        device: where it takes tokens.
+        device: the head's.
     """
 
     forwards: int
     device: torch.device
 
     def active(self) -> AbstractContextManager[Any]:
-        """Make the head ready; it is as it was found when the block ends."""
+        """Prepare the head; it is restored when the block ends."""
 
     def restart(self, row: int) -> None:
-        """Forget what was kept of `row`."""
+        """Drop what is stored of `row`."""
 
     def knows(self, row: int) -> bool:
-        """Whether any feature of `row` is known, without which nothing can be drafted."""
+        """Return True if there are hidden states of `row`, without which it cannot draft."""
 
     def learn(self, spans: Mapping[int, tuple[int, int]], states: Sequence[Tensor]) -> None:
-        """Take the hidden states of tokens that were committed, but for the newest of each row.
+        """Store the hidden states of committed tokens; the newest of each row has none yet.
 
         Args:
-            spans: row -> the position of the first of its tokens, and how many there are.
-            states: of each of the wanted layers the (T, H) of all of them, row after row.
+            spans: row -> position of the first of its T tokens, and T.
+            states: per layer of `hidden_layers` the (sum of T, H) states, row after row.
         """
 
     def propose(self, roots: Mapping[int, int], depth: int) -> Proposals:
-        """Look at the rows whose last tokens are given, for a draft of so many levels."""
+        """Run the rows, given by their last tokens, for a draft of `depth` levels."""
 
 
 class ProposalHead(Protocol):
-    """A head as its drafter sees it.
+    """A head as its drafter uses it.
 
     Attributes:
         hidden_layers: indices of the hidden states that it reads.
-        num_levels: most tokens that it proposes in a row.
+        num_levels: most tokens that it predicts in a row.
     """
 
     hidden_layers: tuple[int, ...]
@@ -112,22 +111,25 @@ class ProposalHead(Protocol):
 
     @property
     def timing_key(self) -> Hashable:
-        """What measured times belong to."""
+        """Key of measured times."""
 
     def num_forwards(self, depth: int) -> int:
-        """Passes that a draft of so many levels takes."""
+        """Return the passes that a draft of `depth` levels takes."""
 
 
 class ProposalDrafter(LevelDrafter):
-    """Grows a chain or a tree per row from what a head proposes.
+    """Grows a chain or a tree per row from the `Proposals` of a head.
 
-    `make_runner` returns what runs the head for the rows of a generation.
+    Args:
+        config: its options.
+        head: the head.
+        make_runner: returns what runs the head for the rows of a generation.
+        policy: the length policy.
     """
 
     # From `start` on.
     _runner: ProposalRunner
     _proposals: Proposals
-    _places: dict[tuple[int, int], int]
 
     def __init__(
         self,
@@ -142,10 +144,10 @@ class ProposalDrafter(LevelDrafter):
         self.hidden_layers = tuple(dict.fromkeys(head.hidden_layers))
         self.max_depth = min(self.max_depth, head.num_levels)
         self.assisted_refusal_reason = (
-            "the head needs the target's hidden states, which assisted decoding does not hand on; "
+            "the head needs the target's hidden states, which assisted decoding does not provide; "
             f"use spec_strategy={config.strategy!r}"
         )
-        self._roots: dict[int, int] = {}
+        self._root_positions: dict[int, int] = {}
 
     @property
     def timing_key(self) -> Hashable:
@@ -157,71 +159,50 @@ class ProposalDrafter(LevelDrafter):
         return self.head.num_forwards(depth)
 
     def start(self, state: GenerationState) -> None:
-        """Rows of which nothing is known."""
+        """Begin without hidden states of any row."""
         super().start(state)
         self._runner = self._make_runner(state)
+        self.draft_device = self._runner.device
 
     def restart(self, row: int) -> None:
-        """A row of which nothing is known."""
+        """Drop the hidden states of the row, and reset its policy."""
         super().restart(row)
         self._runner.restart(row)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """One tree per unfinished row, the root alone where no state is known yet."""
-        self._roots = {row: len(state.tokens[row]) - 1 for row in limits}
-        known = {
+        """Return one tree per unfinished row, the root alone of rows without hidden states."""
+        self._root_positions = {row: len(state.tokens[row]) - 1 for row in limits}
+        depths = {
             row: min(limit, self.max_depth) if self._runner.knows(row) else 0
             for row, limit in limits.items()
         }
-        self._depth = max(known.values(), default=0)
-        return super().draft(state, known)
+        self._depth = max(depths.values(), default=0)
+        return super().draft(state, depths)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Take the hidden states of the root and of what was accepted; tell the policy."""
+        """Store the hidden states of the root and the accepted nodes, and update the policy."""
         super().observe(verdict, output)
-        kept = output.kept_places(verdict)
+        kept_places = output.committed_indices(verdict)
         spans = {
-            row: (self._roots[row] - len(output.pending.get(row, [])), len(mine))
-            for row, mine in kept.items()
+            row: (self._root_positions[row] - len(output.pending.get(row, [])), len(places))
+            for row, places in kept_places.items()
         }
         states = [output.hidden[layer] for layer in self.head.hidden_layers]
-        places = torch.tensor([place for mine in kept.values() for place in mine])
-        (index,) = send([places], states[0].device)
-        self._runner.learn(spans, [found[index.to(found.device)] for found in states])
+        all_places = [place for places in kept_places.values() for place in places]
+        (index,) = send([torch.tensor(all_places)], states[0].device)
+        self._runner.learn(spans, [state[index.to(state.device)] for state in states])
 
-    def scores(self, probs: Tensor, positions: Sequence[int]) -> Tensor | None:
-        """Those of the confidence head, for the policy that asks it."""
+    def scores(self, state: GenerationState, growth: Growth, probs: Tensor) -> Tensor | None:
+        """Return those of the confidence head for the "head" policy."""
         if isinstance(self.policy, HeadPolicy):
             return self._proposals.confidence
-        return super().scores(probs, positions)
+        return super().scores(state, growth, probs)
 
     @use_packed_linears(rounded=True)
-    def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
-        """(nodes, V) float32: what the head proposes after each (row, node), processed."""
-        if owners[0][1] == 0:
-            roots = {row: graph.tokens[0] for row, graph in graphs.items()}
+    def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
+        """Return the (M, V) distributions of the head, after the call's processors."""
+        if growth.depth == 0:
+            roots = {row: state.tokens[row][-1] for row in growth.rows}
             self._proposals = self._runner.propose(roots, self._depth)
-            self._places = {(row, -1): place for place, row in enumerate(graphs)}
-        tokens = [graphs[row].tokens[node] for row, node in owners]
-        parents = [self._places[row, graphs[row].parents[node]] for row, node in owners]
-        self._places = {owner: place for place, owner in enumerate(owners)}
-        pair = [torch.tensor(part) for part in (tokens, parents)]
-        logits = self._proposals.after(*send(pair, self._runner.device))
-        logits = logits.to(state.device, torch.float32)
-        return self.processed(state, graphs, owners, logits)
-
-    @property
-    def supports_device_growth(self) -> bool:
-        """On a GPU."""
-        return self._runner.device.type in transfer.ASYNCHRONOUS
-
-    @use_packed_linears(rounded=True)
-    def propose_on_device(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
-        """(nodes, V) float32: what the head proposes after each node that runs next."""
-        device, tokens = self._runner.device, growing.tokens
-        if tokens is None:
-            roots = {row: state.tokens[row][-1] for row in growing.rows}
-            self._proposals = self._runner.propose(roots, self._depth)
-            (tokens,) = send([torch.tensor(list(roots.values()))], device)
-        logits = self._proposals.after(tokens.to(device), growing.above.to(device))
-        return self.processed_unread(growing.owners, logits.to(state.device, torch.float32))
+        logits = self._proposals.after(*growth.inputs_on(self._runner.device))
+        return self.processed(state, growth, logits.to(state.device, torch.float32))

@@ -1,9 +1,9 @@
 """The token graph: drafted tokens whose repeated runs are drafted once.
 
-Different hypotheses often continue with the same words. When a new token would repeat an existing
-node together with the `merge_length` tokens before it, its parent gets an edge to that node instead
-of a node of its own, so that everything below is shared (Gong et al. 2024, arXiv 2407.16207). Every
-path from the root is a draft; `unmerge` spells the best ones out as a tree for the target.
+Different hypotheses often continue with the same words. If a new token and the `merge_length`
+tokens before it repeat those of an existing node, its parent gets an edge to that node instead of a
+new child, so all nodes below are shared (Gong et al. 2024, arXiv 2407.16207). Every path from the
+root is a draft; `unmerge` returns the best ones as a tree for the target.
 
 `merge_length` r compares r + 1 tokens. The paper's Table 5 counts tau = r (tau = 0 merges equal
 tokens whatever comes before them), its text tau = r + 1; a larger value merges less.
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Unmerged:
-    """Paths of a graph as one tree.
+class UnmergedTree:
+    """Paths of a graph as a tree.
 
     Attributes:
-        tokens, parents: as `DraftTree.from_rows` takes them.
-        nodes: per tree node the graph node it spells out.
-        merged: per tree node whether the edge above it is a merge edge.
+        tokens, parents: see `DraftTree.from_rows`.
+        nodes: per tree node its graph node.
+        merged: per tree node True if the edge above it is a merge edge.
         probs: per tree node the probability of the edge above it, 1 for the root. Below a merge
-            edge that is what the draft model said on another path.
+            edge the draft model predicted it on another path.
     """
 
     tokens: list[int]
@@ -43,16 +43,17 @@ class TokenGraph:
 
     Args:
         context: the committed tokens.
-        merge_length: tokens before a node that must agree for a merge; None never merges.
+        merge_length: number of tokens before a node that must agree for a merge; None never merges.
 
     Attributes:
-        tokens: per node.
-        parents, depth: per node the one it was drafted under, -1 for the root; along parents.
-        probs, reach: per node its draft probability given the path to its parent, and that of the
-            path along parents, 1 for the root. Whoever opens a node by a likelier edge may raise
-            the latter.
-        edges: per node (node, probability) in order of rank; merge edges included.
-        num_merges: how many merge edges there are.
+        tokens: per node its token.
+        parents: per node the node it was drafted under, -1 for the root.
+        depth: per node its depth along parents.
+        probs: per node its draft probability after its parent, 1 for the root.
+        reach: per node the probability of the path along parents. Expanding a node over a more
+            probable merge edge raises it.
+        edges: per node (child, probability) in order of rank, merge edges included.
+        num_merges: number of merge edges.
     """
 
     def __init__(self, context: Sequence[int], merge_length: int | None = None):
@@ -71,9 +72,10 @@ class TokenGraph:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, probability: float) -> int | None:
-        """Draft `token`, which is no child of `parent` yet, with the draft model's probability.
+        """Draft `token` as a new child of `parent`, or merge it into an existing node.
 
-        The new node, or None if the token was merged into an existing one.
+        Returns:
+            The new node; None after a merge.
         """
         run = None
         if self.merge_length is not None:
@@ -83,13 +85,13 @@ class TokenGraph:
                     self.edges[parent].append((node, probability))
                     self.num_merges += 1
                     return None
-        node = self.hang(parent, token, probability)
+        node = self.add_node(parent, token, probability)
         if run is not None:
             self._index[run].append(node)
         return node
 
-    def hang(self, parent: int, token: int, probability: float = 1.0) -> int:
-        """Draft `token` as a node of its own, which is returned."""
+    def add_node(self, parent: int, token: int, probability: float = 1.0) -> int:
+        """Draft `token` without merging, and return its node."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -101,22 +103,25 @@ class TokenGraph:
         return node
 
     def path(self, node: int) -> list[int]:
-        """Tokens from the root's child down to `node`, along parents."""
+        """Return the tokens from the root's child down to `node`, along parents."""
         tokens = []
         while node:
             tokens.append(self.tokens[node])
             node = self.parents[node]
         return tokens[::-1]
 
-    def spell_out(self) -> Unmerged:
-        """The drafted nodes as they are, in order of drafting, without merge edges."""
+    def spell_out(self) -> UnmergedTree:
+        """Return the nodes in order of drafting, without merge edges."""
         count = len(self)
         nodes, merged = list(range(count)), [False] * count
-        return Unmerged(self.tokens, self.parents, nodes, merged, self.probs)
+        return UnmergedTree(self.tokens, self.parents, nodes, merged, self.probs)
 
-    def unmerge(self, max_nodes: int, max_depth: int) -> Unmerged:
-        """The most probable paths as a tree, root not counted; ties go to the path found first."""
-        tree = Unmerged([self.tokens[0]], [-1], [0], [False], [1.0])
+    def unmerge(self, max_nodes: int, max_depth: int) -> UnmergedTree:
+        """Return the most probable paths as a tree of at most `max_nodes` nodes and a root.
+
+        Ties go to the path found first.
+        """
+        tree = UnmergedTree([self.tokens[0]], [-1], [0], [False], [1.0])
         depth = [0]
         counter = 0
         heap: list[tuple[float, int, int, int, float]] = []
@@ -139,16 +144,16 @@ class TokenGraph:
             depth.append(depth[above] + 1)
 
     def _tail(self, node: int, length: int) -> tuple[int, ...]:
-        """The last `length` tokens up to `node`, committed ones where the path is shorter."""
+        """Return the last `length` tokens up to `node`, committed ones included."""
         tokens: list[int] = []
         while node >= 0 and len(tokens) < length:
             tokens.append(self.tokens[node])
             node = self.parents[node]
-        known = max(0, len(self._history) - (length - len(tokens)))
-        return (*self._history[known:], *reversed(tokens))
+        start = max(0, len(self._history) - (length - len(tokens)))
+        return (*self._history[start:], *reversed(tokens))
 
     def _reaches(self, start: int, goal: int) -> bool:
-        """Whether `goal` is `start` or lies below it; an edge goal -> start would close a cycle."""
+        """Return True if an edge goal -> start would close a cycle: `goal` is `start` or below."""
         seen = {start}
         stack = [start]
         while stack:
@@ -168,13 +173,13 @@ def place_graph(
     chances: Sequence[Sequence[float]],
     ends: Callable[[int], bool],
 ) -> TokenGraph:
-    """The graph of places that were predicted at once: each token may follow each one before it.
+    """Return the graph of positions predicted at once: each token may follow each one before it.
 
     Args:
         root: the last committed token.
-        tokens: per place the predicted ones, the likeliest first.
-        chances: their probabilities; tokens without any are left out.
-        ends: whether a token ends a sequence; nothing follows it.
+        tokens: per position the predicted tokens, most probable first.
+        chances: their probabilities; tokens with probability 0 are left out.
+        ends: True for tokens that end a sequence; nothing follows them.
     """
     graph = TokenGraph([root])
     before = [0]
@@ -182,7 +187,7 @@ def place_graph(
         after = []
         for token, chance in zip(place, likely, strict=True):
             if chance > 0:
-                node = graph.hang(before[0], token, chance)
+                node = graph.add_node(before[0], token, chance)
                 for other in before[1:]:
                     graph.edges[other].append((node, chance))
                 if not ends(token):

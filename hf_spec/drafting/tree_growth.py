@@ -1,29 +1,48 @@
-"""A draft under construction: what hangs where, and which nodes are drafted on.
+"""Drafts under construction.
 
-A tree of ranks says which nodes there are; otherwise the likeliest paths grow.
+`Growth` is what a drafter sees of the drafts of a batch: the nodes of the next pass. `HostGrowth`
+chooses these on the host after every pass; `hf_spec.drafting.device_growth.DeviceGrowth` chooses
+them on the device. Both add the drafted tokens to one `RowGrowth` per row, so both build the same
+drafts.
 """
 
 from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from hf_spec.backend.device.transfer import fetch_all, send
 from hf_spec.drafting.rank_tree import Path, RankTree
 from hf_spec.drafting.token_graph import TokenGraph
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What bounds the growth of a draft, by the names of the options; a chain by default.
+    """Bounds of a draft, named like the options of the configs; a chain by default.
 
-    A tree of ranks says which nodes there are; without one the likeliest paths grow.
+    Attributes:
+        tree: the nodes of the draft as rank paths; None grows the most probable paths.
+        whole: draft all of `tree` in every round, also nodes with probability 0 and those after an
+            end token.
+        levels_per_pass: levels that one pass of the drafter predicts; more than 1 requires `whole`.
+        children: most children per node, without `tree`.
+        expanded_per_level: most nodes per level that are expanded, without `tree`.
+        max_nodes: most nodes that are sent to the target.
+        min_probability: draft probability below which a node is not expanded.
+        min_sibling_ratio: share of the best sibling's probability below which a node is dropped.
+        merge_length: see `TokenGraph`.
+        max_draft_nodes: number of drafted nodes at which growth stops.
     """
 
     tree: RankTree | None = None
+    whole: bool = False
+    levels_per_pass: int = 1
     children: int = 1
     expanded_per_level: int = 1
     max_nodes: int = sys.maxsize
@@ -34,70 +53,134 @@ class TreeShape:
 
     @property
     def num_ranks(self) -> int:
-        """Most tokens that may follow one."""
+        """Most children of a node."""
         return self.children if self.tree is None else self.tree.num_ranks
 
 
-@dataclass
-class Growth:
-    """A draft under construction: the graph and the nodes to expand next, in order.
+@dataclass(frozen=True)
+class NextTokens:
+    """Tokens that may follow the M nodes of a pass, by level; one level but for Falcon.
 
     Attributes:
-        drawn: whether its tokens are drawn at random.
-        ran: the nodes that have been expanded, in that order, the root first; -1 for what ran in
-            place of a node.
-        newest: the children of the newest level that was expanded, None for one that there is not.
-        distributions: of nodes with children, what those were drawn from, where they were.
-        scores: of nodes that have been expanded, what the length policy made of what follows.
-        paths: of the nodes of a tree of ranks, the ranks that lead to them.
-        merged: of nodes likelier by a merge edge than by their own, its parent and probability.
+        tokens: (M, levels, ranks) int64, most probable or first drawn first.
+        chances: (M, levels, ranks) draft probabilities.
+        probs: (M, R) distributions that the tokens were drawn from; None for top tokens.
+        scores: (M, levels), the length policy's scores of the distributions; None without any.
+    """
+
+    tokens: Tensor
+    chances: Tensor
+    probs: Tensor | None = None
+    scores: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class NextLists:
+    """`NextTokens` of one row on the host."""
+
+    tokens: Sequence[Sequence[Sequence[int]]]
+    chances: Sequence[Sequence[Sequence[float]]]
+    probs: Tensor | None = None
+    scores: Sequence[Sequence[float]] | None = None
+
+
+@dataclass
+class RowGrowth:
+    """Draft of one row under construction.
+
+    Attributes:
+        graph: the drafted tokens.
+        shape: bounds of the draft.
+        drawn: True if its tokens are drawn at random.
+        frontier: the nodes to expand next, in order.
+        expanded_nodes: the nodes that passes have run, in that order, the root first; -1 for
+            padding.
+        last_level: the children added to the newest level, None for tokens that were dropped.
+        distributions: node -> the distribution that its children were drawn from.
+        scores: expanded node -> the length policy's score of what follows it.
+        paths: node -> its rank path, in a tree of ranks.
+        merged: nodes more probable over a merge edge than over their own -> its parent and
+            probability.
     """
 
     graph: TokenGraph
     shape: TreeShape
     drawn: bool = False
-    # A set that keeps its order: wide drafts have thousands of nodes, each looked for here.
+    # A dict as an ordered set: wide drafts look up thousands of nodes here.
     frontier: dict[int, None] = field(default_factory=lambda: {0: None})
-    ran: list[int] = field(default_factory=list)
-    newest: list[int | None] = field(default_factory=lambda: [0])
+    expanded_nodes: list[int] = field(default_factory=list)
+    last_level: list[int | None] = field(default_factory=lambda: [0])
     distributions: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
     paths: dict[int, Path] = field(default_factory=lambda: {0: ()})
     merged: dict[int, tuple[int, float]] = field(default_factory=dict)
 
-    def begin_level(self, nodes: Sequence[int | None] | None = None) -> list[int]:
-        """The nodes that are expanded next: those of the frontier, which begins again.
+    def begin_pass(self, nodes: Sequence[int | None] | None = None) -> list[int]:
+        """Return the nodes of the next pass, by default the frontier, which is emptied.
 
-        With `nodes` these have run: what is not in the frontier is -1.
+        Args:
+            nodes: nodes that a device has run; those outside the frontier count as padding.
         """
-        frontier = self.frontier
-        taken = frontier if nodes is None else nodes
-        mine = [node if node is not None and node in frontier else -1 for node in taken]
-        self.frontier, self.newest = {}, []
-        self.ran += mine
-        # Before any of them has children, which may be merged into one of the others.
-        self.scores |= dict.fromkeys(mine, 0.0)
-        return mine
+        running = list(self.frontier)
+        if nodes is not None:
+            running = [node if node is not None and node in self.frontier else -1 for node in nodes]
+        self.expanded_nodes += running
+        self._begin_level(running)
+        return running
 
-    def expand(
+    def add_levels(
         self,
-        node: int,
-        tokens: Sequence[int],
-        chances: Sequence[float],
-        drawn_from: Tensor | None = None,
-        score: float = 0.0,
+        nodes: Sequence[int],
+        lists: NextLists,
+        ends: Callable[[int], bool],
+        max_levels: int = sys.maxsize,
     ) -> None:
-        """Add what may follow a node of the level; nothing follows -1."""
-        if node < 0:
-            self.newest += [None] * len(tokens)
-            return
-        self.scores[node] = score
-        if drawn_from is not None:
-            self.distributions[node] = drawn_from
-        self.newest += self._hang(node, tokens, chances)
+        """Add what follows the `nodes` of a pass, level by level; nothing follows -1.
+
+        Args:
+            nodes: from `begin_pass`.
+            lists: their next tokens.
+            ends: True for tokens that end a sequence.
+            max_levels: levels to add at most.
+        """
+        places = list(range(len(nodes)))
+        for level in range(min(len(lists.tokens[0]), max_levels)):
+            if level:
+                place_of = dict(zip(nodes, places, strict=True))
+                nodes = list(self.frontier)
+                places = [place_of[self.graph.parents[node]] for node in nodes]
+                self._begin_level(nodes)
+            for node, place in zip(nodes, places, strict=True):
+                tokens, chances = lists.tokens[place][level], lists.chances[place][level]
+                if node < 0:
+                    self.last_level += [None] * len(tokens)
+                    continue
+                if lists.scores is not None:
+                    self.scores[node] = lists.scores[place][level]
+                if lists.probs is not None:
+                    self.distributions[node] = lists.probs[place]
+                self.last_level += self.add_children(node, tokens, chances)
+            self.narrow(ends)
+
+    def add_children(
+        self, node: int, tokens: Sequence[int], chances: Sequence[float]
+    ) -> list[int | None]:
+        """Add the children of a node; return per token the new node, None if it was dropped."""
+        if self.shape.tree is not None:
+            return self._add_ranks(self.shape.tree, node, tokens, chances)
+        # Whether a drawn child is sent must not depend on what was drawn, or the draft would no
+        # longer follow `draft_probs`: sampled trees stop growing by count alone.
+        if self.drawn and len(self.graph) + len(tokens) > self.shape.max_nodes + 1:
+            return [None] * len(tokens)
+        return [
+            self._add_child(node, token, chance, chances[0])
+            for token, chance in zip(tokens, chances, strict=True)
+        ]
 
     def narrow(self, ends: Callable[[int], bool]) -> None:
-        """Leave the likeliest of the frontier in it; nothing follows a token that `ends`."""
+        """Keep the most probable nodes of the frontier; nothing follows a token that `ends`."""
+        if self.shape.whole:
+            return
         graph, reach = self.graph, self.graph.reach
         if len(graph) > self.shape.max_draft_nodes:
             self.frontier = {}
@@ -106,34 +189,43 @@ class Growth:
         best = heapq.nsmallest(most, alive, key=lambda node: -reach[node])
         self.frontier = dict.fromkeys(sorted(best))
 
-    def _hang(self, node: int, tokens: Sequence[int], chances: Sequence[float]) -> list[int | None]:
-        """Per token the new node, or None. Some of these grow on."""
-        if self.shape.tree is not None:
-            return self._hang_ranks(self.shape.tree, node, tokens, chances)
-        # Whether a drawn child is sent must not depend on what was drawn, or the draft would no
-        # longer follow `draft_probs`: sampled trees stop growing by count alone.
-        if self.drawn and len(self.graph) + len(tokens) > self.shape.max_nodes + 1:
-            return [None] * len(tokens)
-        return [
-            self._add(node, token, chance, chances[0])
-            for token, chance in zip(tokens, chances, strict=True)
-        ]
+    def pass_parent(self, node: int) -> int:
+        """Return the node of the pass before that `node` descends from, -1 for the root."""
+        for _ in range(self.shape.levels_per_pass if node else 1):
+            node = self.graph.parents[node]
+        return node
 
-    def _add(self, node: int, token: int, chance: float, best: float) -> int | None:
-        """One child, unless it is too unlikely beside its `best` sibling."""
+    def pass_tokens(self, node: int) -> list[int]:
+        """Return the tokens after `pass_parent(node)` up to `node`; of the root its own."""
+        return self.graph.path(node)[-self.shape.levels_per_pass :] or self.graph.tokens[:1]
+
+    def expanded_subtree(self) -> tuple[list[int], list[int]]:
+        """Return the tokens of `expanded_nodes`, and where in that list their parents are."""
+        nodes = self.expanded_nodes
+        places = {node: place for place, node in enumerate(nodes)}
+        parents = [places.get(self.pass_parent(node), -1) for node in nodes]
+        return [self.graph.tokens[node] for node in nodes], parents
+
+    def _begin_level(self, nodes: Sequence[int]) -> None:
+        self.frontier, self.last_level = {}, []
+        # Before any of them has children, which may be merged into one of the others.
+        self.scores |= dict.fromkeys(nodes, 0.0)
+
+    def _add_child(self, node: int, token: int, chance: float, best: float) -> int | None:
+        """Add one child, unless it is too improbable beside its `best` sibling."""
         pruned = chance < self.shape.min_sibling_ratio * best and not self.drawn
         if chance <= 0 or pruned or len(self.graph) > self.shape.max_draft_nodes:
             return None
         child = self.graph.add(node, token, chance)
         if chance >= self.shape.min_probability:
-            self._open(node, self.graph.edges[node][-1][0], chance)
+            self._add_to_frontier(node, self.graph.edges[node][-1][0], chance)
         return child
 
-    def _open(self, parent: int, child: int, chance: float) -> None:
-        """Expand a likely child of `parent` on the next level, unless it has been expanded.
+    def _add_to_frontier(self, parent: int, child: int, chance: float) -> None:
+        """Expand a probable child of `parent` on the next level, unless it has been expanded.
 
-        It may be a leaf that a likely token was merged into: unlikely where it was drafted, likely
-        here, so it grows on.
+        The child may be a leaf that a probable token was merged into: improbable where it was
+        drafted, probable here, so it grows on.
         """
         if child in self.scores:
             return
@@ -143,27 +235,199 @@ class Growth:
             self.merged[child] = parent, chance
         self.frontier[child] = None
 
-    def _hang_ranks(
+    def _add_ranks(
         self, tree: RankTree, node: int, tokens: Sequence[int], chances: Sequence[float]
     ) -> list[int | None]:
-        """The children that a tree of ranks has there; those with children of their own grow on."""
+        """Add the children that a tree of ranks has below `node`."""
         above = self.paths[node]
-        hung: list[int | None] = []
+        children: list[int | None] = []
         for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
             path = (*above, rank)
-            if path not in tree.places or chance <= 0:
-                hung.append(None)
+            if path not in tree.places or (chance <= 0 and not self.shape.whole):
+                children.append(None)
                 continue
-            child = self.graph.hang(node, token, chance)
+            child = self.graph.add_node(node, token, chance)
             self.paths[child] = path
             if path in tree.inner:
                 self.frontier[child] = None
-            hung.append(child)
-        return hung
+            children.append(child)
+        return children
 
 
-def expanded_subtree(graph: TokenGraph, ran: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Tokens of the nodes of a graph that ran, and where among these their parents are."""
-    places = {node: place for place, node in enumerate(ran)}
-    parents = [places.get(graph.parents[node], -1) for node in ran]
-    return [graph.tokens[node] for node in ran], parents
+class Growth(ABC):
+    """Drafts of some rows under construction; its *nodes* are those of the next pass.
+
+    Args:
+        drafts: the drafts by row.
+        limits: row -> levels that its draft may have; of the rows that grow, at least 1.
+        ends: True for tokens that end a sequence.
+
+    Attributes:
+        rows: the rows that grow, in order. Their nodes follow each other in this order.
+        depth: depth of the nodes, 0 for the roots.
+        visible: (M, bytes) uint8 as in `DeviceTokens`, the expanded nodes that each node descends
+            from; None if `expanded_subtree` has the parents.
+        tokens_on_device: True if the host does not know `tokens`.
+    """
+
+    visible: Tensor | None = None
+    tokens_on_device: bool = False
+
+    def __init__(
+        self,
+        drafts: Mapping[int, RowGrowth],
+        limits: Mapping[int, int],
+        ends: Callable[[int], bool],
+    ):
+        self.rows = list(limits)
+        self.depth = 0
+        self._drafts = drafts
+        self._limits = limits
+        self._ends = ends
+
+    @property
+    @abstractmethod
+    def tokens(self) -> Tensor:
+        """(M * k,) int64, per node the tokens since its parent, k levels before; (M,) of roots."""
+
+    @property
+    @abstractmethod
+    def parents(self) -> Tensor:
+        """(M,) int64, which node of the pass before is the parent; of a root its place in rows."""
+
+    @abstractmethod
+    def num_nodes(self, row: int) -> int:
+        """Return the number of nodes of a row."""
+
+    @abstractmethod
+    def expanded_subtree(self, row: int) -> tuple[list[int], list[int]]:
+        """Return tokens and parents of a row's expanded nodes, those of the next pass included.
+
+        Tokens that only the device knows are replaced by the root's.
+        """
+
+    @abstractmethod
+    def add(self, following: NextTokens) -> None:
+        """Add what follows the nodes."""
+
+    @abstractmethod
+    def next_rows(self) -> list[int]:
+        """Return the rows whose draft may grow by another pass."""
+
+    @abstractmethod
+    def advance(self, rows: Sequence[int]) -> None:
+        """Go on to the next pass, with some of the `next_rows`."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Complete the drafts on the host."""
+
+    @property
+    def owners(self) -> list[int]:
+        """The row of each node."""
+        return [row for row in self.rows for _ in range(self.num_nodes(row))]
+
+    def paths(self) -> list[list[int]]:
+        """Return per node the tokens from the root's child down to it, if the host knows them."""
+        raise NotImplementedError
+
+    def node_depths(self) -> list[int]:
+        """Return the depth of each node; below merge edges it may be less than `depth`."""
+        return [self.depth] * len(self.owners)
+
+    def inputs_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return `tokens` and `parents` on a device, sent there in one transfer."""
+        pair = self.tokens, self.parents
+        hosted = [part for part in pair if part.device.type == "cpu"]
+        sent = iter(send(hosted, device) if hosted else ())
+        tokens, parents = (
+            next(sent) if part.device.type == "cpu" else part.to(device) for part in pair
+        )
+        return tokens, parents
+
+
+class HostGrowth(Growth):
+    """Growth whose tokens are fetched after every pass, so a length policy can end it."""
+
+    def __init__(
+        self,
+        drafts: Mapping[int, RowGrowth],
+        limits: Mapping[int, int],
+        ends: Callable[[int], bool],
+    ):
+        super().__init__(drafts, limits, ends)
+        self._places = {(row, -1): place for place, row in enumerate(self.rows)}
+        self._begin(self.rows)
+
+    @property
+    def tokens(self) -> Tensor:
+        """See `Growth`."""
+        parts = [self._drafts[row].pass_tokens(node) for row, node in self._row_nodes]
+        return torch.tensor([token for part in parts for token in part])
+
+    @property
+    def parents(self) -> Tensor:
+        """See `Growth`."""
+        above = [(row, self._drafts[row].pass_parent(node)) for row, node in self._row_nodes]
+        return torch.tensor([self._places[owner] for owner in above])
+
+    def num_nodes(self, row: int) -> int:
+        """See `Growth`."""
+        return len(self._nodes[row])
+
+    def expanded_subtree(self, row: int) -> tuple[list[int], list[int]]:
+        """See `Growth`."""
+        return self._drafts[row].expanded_subtree()
+
+    def paths(self) -> list[list[int]]:
+        """See `Growth`."""
+        return [self._drafts[row].graph.path(node) for row, node in self._row_nodes]
+
+    def node_depths(self) -> list[int]:
+        """See `Growth`."""
+        return [self._drafts[row].graph.depth[node] for row, node in self._row_nodes]
+
+    def add(self, following: NextTokens) -> None:
+        """See `Growth`; waits for the device."""
+        probs, scored = following.probs, following.scores
+        fetched = fetch_all(
+            [following.tokens, following.chances, *([] if scored is None else [scored])]
+        )
+        start = 0
+        for row, nodes in self._nodes.items():
+            part = slice(start, start + len(nodes))
+            tokens, chances, *scores = (values[part] for values in fetched)
+            lists = NextLists(
+                tokens,
+                chances,
+                None if probs is None else probs[part],
+                scores[0] if scores else None,
+            )
+            max_levels = self._limits[row] - self.depth
+            self._drafts[row].add_levels(nodes, lists, self._ends, max_levels)
+            start = part.stop
+        self.depth += following.tokens.shape[1]
+
+    def finish(self) -> None:
+        """See `Growth`; they are complete after every pass."""
+
+    def next_rows(self) -> list[int]:
+        """See `Growth`."""
+        return [
+            row
+            for row in self.rows
+            if self.depth < self._limits[row] and self._drafts[row].frontier
+        ]
+
+    def advance(self, rows: Sequence[int]) -> None:
+        """See `Growth`."""
+        self._places = {owner: place for place, owner in enumerate(self._row_nodes)}
+        self._begin(rows)
+
+    @property
+    def _row_nodes(self) -> list[tuple[int, int]]:
+        return [(row, node) for row, nodes in self._nodes.items() for node in nodes]
+
+    def _begin(self, rows: Sequence[int]) -> None:
+        self.rows = list(rows)
+        self._nodes = {row: self._drafts[row].begin_pass() for row in rows}

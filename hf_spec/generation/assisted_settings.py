@@ -1,7 +1,7 @@
-"""Settings of transformers' assisted generation, which strategies replace by options of their own.
+"""Settings of transformers' assisted generation, which options of a strategy replace.
 
-A call that sets one raises. A checkpoint may have such values in its generation config without
-anybody having asked for them in this call, so those that differ from the defaults are a warning.
+A call that sets one raises an error. A value that a checkpoint's generation config stores was not
+necessarily chosen for this call, so it is logged as a warning if it differs from the default.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_spec.drafting.config import StrategyConfig
 
 logger = logging.getLogger(__name__)
 
-# Setting -> the options that replace it, in order of preference; none where nothing is to be set.
+# Setting -> options that replace it, in order of preference; empty if there is none.
 REPLACED_BY: dict[str, tuple[str, ...]] = {
     "num_assistant_tokens": ("max_draft_tokens", "num_adaptive"),
     "num_assistant_tokens_schedule": ("length_policy",),
@@ -28,51 +28,51 @@ REPLACED_BY: dict[str, tuple[str, ...]] = {
     "assistant_lookbehind": (),
     "target_lookbehind": (),
 }
-# Schedule of transformers -> the length policy that does the same.
+# Schedule of transformers -> equivalent length policy.
 POLICIES = {"constant": "static", "heuristic": "heuristic", "heuristic_transient": "heuristic"}
 
 
 def check_assisted(
     config: StrategyConfig, model: PreTrainedModel, arguments: Mapping[str, Any]
 ) -> None:
-    """Reject settings of assisted generation in a call that has a strategy.
+    """Check a call with a strategy for settings of assisted generation.
 
     Args:
         config: the strategy.
-        model: the target. What its generation config stores is a warning at most.
+        model: the target. Settings in its generation config are only logged.
         arguments: the arguments of `generate()` by name.
 
     Raises:
-        OptionError: names the setting and the option that replaces it.
+        OptionError: the call has such a setting; the message names the option that replaces it.
     """
     stored = getattr(model, "generation_config", None)
-    given = arguments.get("generation_config")
+    call_config = arguments.get("generation_config")
     for name in REPLACED_BY:
         value = arguments.get(name)
-        if value is None and getattr(given, name, None) != getattr(stored, name, None):
-            # A copy of the model's own config adds nothing to it.
-            value = _unusual(given, name)
+        if value is None and getattr(call_config, name, None) != getattr(stored, name, None):
+            # Equal values come from a copy of the model's config.
+            value = _unusual(call_config, name)
         if value is not None:
             raise OptionError(_explain(config, name, value))
     warn_of_stored(config, "model.generation_config", stored)
 
 
 def warn_of_stored(config: StrategyConfig, where: str, stored: Any) -> None:
-    """Warn once of settings of assisted generation that a model's generation config holds."""
+    """Log once each setting of assisted generation that a model's generation config stores."""
     for name in REPLACED_BY:
         if (value := _unusual(stored, name)) is not None:
             _warn(f"{where}: {_explain(config, name, value)}")
 
 
 def generation_configs(assistant: Any) -> Iterator[Any]:
-    """Yield the generation configs of the models that an assistant is, or is a list of."""
-    for one in assistant if isinstance(assistant, (list, tuple)) else [assistant]:
-        if (stored := getattr(one, "generation_config", None)) is not None:
+    """Yield the generation configs of an assistant, or of each assistant in a list."""
+    for model in assistant if isinstance(assistant, (list, tuple)) else [assistant]:
+        if (stored := getattr(model, "generation_config", None)) is not None:
             yield stored
 
 
 def _unusual(config: Any, name: str) -> Any:
-    """Return a setting that is neither unset nor a default, which many files store; else None."""
+    """Return a setting unless it is unset or has its default value, which many files store."""
     value = getattr(config, name, None)
     return None if value == _defaults().get(name) else value
 
@@ -91,14 +91,14 @@ def _warn(message: str) -> None:
 def _explain(config: StrategyConfig, name: str, value: Any) -> str:
     options = {option.name for option in dataclasses.fields(config)}
     option = next((option for option in REPLACED_BY[name] if option in options), None)
-    way_out = "leave it out"
+    remedy = "leave it out"
     if option is not None:
-        chosen = {option: POLICIES.get(value, value) if option == "length_policy" else value}
+        values = {option: POLICIES.get(value, value) if option == "length_policy" else value}
         if option == "confidence_threshold":
-            chosen = {"length_policy": "confidence", **chosen}
-        said = ", ".join(f"{key}={setting!r}" for key, setting in chosen.items())
-        way_out = f"use spec_strategy={type(config).__name__}({said})"
+            values = {"length_policy": "confidence", **values}
+        text = ", ".join(f"{key}={setting!r}" for key, setting in values.items())
+        remedy = f"use spec_strategy={type(config).__name__}({text})"
     return (
         f"{name}={value!r} is a setting of transformers' assisted generation, which "
-        f"spec_strategy={config.strategy!r} does not read: {way_out}"
+        f"spec_strategy={config.strategy!r} does not read: {remedy}"
     )

@@ -1,7 +1,7 @@
-"""Refusals of calls: settings and inputs that no strategy serves, said before the first forward.
+"""Checks of a call's settings and inputs, before the first forward pass.
 
-Every one is an `UnsupportedError`, or an `OptionError` for a value that is wrong in any call, and
-names the argument, its value and the way out.
+Each raises `UnsupportedError`, or `OptionError` for a value that is wrong in any call. The message
+names the argument, its value and an alternative.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from hf_spec.engine.forward.kv_pool import check_reusable
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.engine.models.internal_positions import tables_of
 from hf_spec.engine.models.latent_kv import caches_latents
-from hf_spec.engine.models.support_checks import (
-    limits_attention,
-    takes_images,
+from hf_spec.engine.models.support_checks import limits_attention, takes_images
+from hf_spec.generation.own_prefill import IMAGE_INPUTS, is_shifted
+from hf_spec.generation.target_checks import (
+    check_index,
+    check_peft_hooks,
+    check_resumable,
+    check_rope,
+    is_past_rope,
 )
-from hf_spec.generation.length_checks import check_index, check_rope, is_past_rope
-from hf_spec.generation.own_prefill import IMAGE_INPUTS, is_moved
-from hf_spec.generation.target_checks import check_peft_hooks, check_resumable
 
-# Settings that choose another decoding method, and what to say about each.
+# Settings that select another decoding method, and its name for the message.
 OTHER_METHODS = {
     "penalty_alpha": "contrastive search",
     "dola_layers": "DoLa decoding",
@@ -47,40 +49,40 @@ OTHER_METHODS = {
     "assistant_ensemble_weight": "a mixture with the assistant, which changes the output",
     "token_healing": "token healing",
     "is_assistant": "the draft side of transformers' assisted generation",
-    "prefill_chunk_size": "chunked prefill (long prompts are run in stretches anyway)",
+    "prefill_chunk_size": "chunked prefill (long prompts are always run in chunks)",
 }
 
-# Other settings: the values that are served, and what to say of every other one.
-SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
+# Other settings: the supported values, and the reason and remedy for all others.
+SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beams": (
         (None, 1),
         ": spec_strategy decodes greedily or by sampling; set num_beams=1",
     ),
     "guidance_scale": (
         (None, 1),
-        " runs a second forward of the model for every token of the output, which a draft tree "
-        "cannot share; unset it",
+        " runs a second forward pass for every token of the output, which a draft tree cannot "
+        "share; unset it",
     ),
     "output_attentions": (
         (None, False),
-        " is not available with spec_strategy: the forward passes hold drafts; run the finished "
-        "sequence through model() instead",
+        " is not available with spec_strategy, whose forward passes contain drafts; run the "
+        "finished sequence through model() instead",
     ),
     "use_cache": (
         (None, True),
-        ": speculative decoding keeps keys and values; leave it out",
+        ": speculative decoding needs a KV cache; leave it out",
     ),
-    # Names of the cache that generate() makes by itself; "hybrid" stands in old files, is ignored.
-    # "static" is storage that does not move from step to step, which the engine's own is anyway.
+    # Caches that generate() creates by default. "hybrid", from old files, is ignored. "static" asks
+    # for memory at fixed addresses, which the engine's pool has anyway.
     "cache_implementation": (
         (None, "dynamic", "hybrid", "static"),
-        " cannot be combined with spec_strategy, which keeps its own keys and values; leave it out",
+        " cannot be combined with spec_strategy, which has its own KV cache; leave it out",
     ),
 }
-SERVED["output_hidden_states"] = SERVED["output_attentions"]
+SUPPORTED_VALUES["output_hidden_states"] = SUPPORTED_VALUES["output_attentions"]
 
-# Keyword arguments of the decoding step that are understood; anything else would be dropped.
-UNDERSTOOD = {
+# Model inputs that the engine reads; it would drop any other.
+MODEL_INPUTS = {
     "attention_mask",
     "position_ids",
     *CACHE_NAMES,
@@ -94,10 +96,9 @@ OTHER_MODALITIES = ("video", "audio", "input_features", "input_values")
 
 
 class Settings:
-    """Generation settings of a call, by name, as `generate()` resolves them.
+    """Generation settings of a call by name, as `generate()` resolves them.
 
-    What the call's arguments say goes first, their `generation_config` comes second, the model's
-    last.
+    Precedence: the call's arguments, its `generation_config`, the model's.
     """
 
     def __init__(self, model: PreTrainedModel, arguments: Mapping[str, Any]):
@@ -118,26 +119,26 @@ class Settings:
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse generation settings that another decoding method owns, or that are not served."""
-    for name, (values, reason) in SERVED.items():
+    """Check that settings have supported values and select no other decoding method."""
+    for name, (values, reason) in SUPPORTED_VALUES.items():
         if settings[name] not in values:
             raise UnsupportedError(f"{name}={settings[name]!r}{reason}")
     for name, method in OTHER_METHODS.items():
         value = settings[name]
         if value is not None and value is not False:
-            raise UnsupportedError(f"{name}={value!r} asks for {method}; unset it")
+            raise UnsupportedError(f"{name}={value!r} selects {method}; unset it")
 
 
-def check_called(arguments: Mapping[str, Any]) -> None:
-    """Refuse what `generate()` would call in vain, after the first forward."""
+def check_callables(arguments: Mapping[str, Any]) -> None:
+    """Check arguments that `generate()` would only fail to call after the first forward pass."""
     for name in ("logits_processor", "stopping_criteria"):
-        given = arguments.get(name)
-        if given is not None and not isinstance(given, (list, tuple)):
-            raise OptionError(f"{name} of type {type(given).__name__}: pass a list of them")
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, (list, tuple)):
+            raise OptionError(f"{name} of type {type(value).__name__}: pass a list of them")
     for criterion in arguments.get("stopping_criteria") or ():
         if not callable(criterion):
             raise OptionError(
-                f"stopping_criteria holds {criterion!r}, which cannot be called with "
+                f"stopping_criteria contains {criterion!r}, which cannot be called with "
                 "(input_ids, scores); pass instances of StoppingCriteria"
             )
     allowed = arguments.get("prefix_allowed_tokens_fn")
@@ -149,7 +150,7 @@ def check_called(arguments: Mapping[str, Any]) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of the wrong type or shape, before `generate()` works on them."""
+    """Check types and shapes of arguments before `generate()` reads them."""
     check_modalities(name for name, value in arguments.items() if value is not None)
     shape = None
     for name in ("inputs", "input_ids"):
@@ -168,19 +169,19 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             )
         shape = ids.shape
     for name in ("attention_mask", "position_ids"):
-        given = arguments.get(name)
-        if given is None:
+        value = arguments.get(name)
+        if value is None:
             continue
-        fits = isinstance(given, Tensor) and given.ndim == 2 and not given.dtype.is_complex
+        fits = isinstance(value, Tensor) and value.ndim == 2 and not value.dtype.is_complex
         if shape is not None and fits:
-            one_for_all = name == "position_ids" and given.shape[0] == 1
-            fits = given.shape[1] == shape[1] and (one_for_all or given.shape[0] == shape[0])
+            broadcasts = name == "position_ids" and value.shape[0] == 1
+            fits = value.shape[1] == shape[1] and (broadcasts or value.shape[0] == shape[0])
         if not fits:
-            what = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            actual = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            expected = tuple(shape) if shape is not None else "(none)"
             raise UnsupportedError(
-                f"{name} ({what}) does not match the input_ids "
-                f"{tuple(shape) if shape is not None else '(none)'}; pass the whole sequence, also "
-                "with a reused cache"
+                f"{name} ({actual}) does not match the input_ids {expected}; pass the whole "
+                "sequence, also with a reused cache"
             )
     cache = find_cache(arguments)
     if cache is not None:
@@ -188,7 +189,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_streamer(streamer: object, num_rows: int = 1) -> None:
-    """Refuse a streamer that is none, or one that cannot tell several rows apart."""
+    """Check that a streamer has the methods of one, and for several rows that it separates them."""
     if streamer is None:
         return
     if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -201,7 +202,7 @@ def check_streamer(streamer: object, num_rows: int = 1) -> None:
 
 
 def check_batch_streamer(streamer: object) -> None:
-    """Refuse a streamer that follows one sequence, where there are several."""
+    """Check that a streamer can follow several sequences."""
     if streamer is not None and not isinstance(streamer, BatchStreamer):
         raise UnsupportedError(
             f"a streamer of type {type(streamer).__name__} follows one sequence, and several "
@@ -211,7 +212,7 @@ def check_batch_streamer(streamer: object) -> None:
 
 
 def check_padding(pad_token_id: object, pads: bool) -> None:
-    """Refuse a call that pads rows and has no token for it, which plain `generate()` fails on."""
+    """Check that a call that pads rows has a padding token; plain `generate()` fails without."""
     if pads and pad_token_id is None:
         raise OptionError(
             "pad_token_id=None: a stopping criterion with eos_token_id makes generate() pad the "
@@ -220,21 +221,22 @@ def check_padding(pad_token_id: object, pads: bool) -> None:
 
 
 def _check_token_types(model: PreTrainedModel, token_type_ids: Tensor | None) -> None:
-    """Refuse token types that are more to the model than leaving them out.
+    """Raise an error for token types that change the output of the model.
 
-    BERT and its relatives have a table of types, and take type 0 where none is given; CTRL gets
-    none from `generate()`. GPT-2 and its relatives add the embedding of the *token* of that number,
-    so that to them even 0 says something.
+    Models like BERT have a table of types and use type 0 by default; CTRL gets none from
+    `generate()`. Models like GPT-2 add the embedding of the *token* with that id, even for 0.
     """
     if token_type_ids is None or model.config.model_type == "ctrl":
         return
-    own_table = any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
-    if own_table and not bool(token_type_ids.any()):
+    has_type_table = any(
+        name.endswith("token_type_embeddings") for name, _ in model.named_modules()
+    )
+    if has_type_table and not bool(token_type_ids.any()):
         return
     types = sorted(set(token_type_ids.flatten().tolist()))
     raise UnsupportedError(
         f"token_type_ids (values {', '.join(map(str, types[:4]))}): {type(model).__name__} "
-        "computes with them, and spec_strategy cannot hand them on; leave them out "
+        "uses them, and spec_strategy does not support that; leave them out "
         "(tokenizer(..., return_token_type_ids=False)), or generate without spec_strategy"
     )
 
@@ -246,33 +248,33 @@ def check_inputs(
     model_kwargs: Mapping[str, Any],
     max_length: int | None,
 ) -> None:
-    """Refuse prompts that the unpadded layout cannot hold.
+    """Check the prompts of a call against the vocabulary, the target and the unpadded layout.
 
     Args:
         model: the target.
         input_ids: (B, L) integers, expanded for `num_return_sequences`.
         attention_mask: (B, L).
         model_kwargs: what `generate()` prepared for the model.
-        max_length: longest sequence that can come out, in tokens.
+        max_length: maximum length of the output in tokens, None if unlimited.
     """
     _check_names(model, model_kwargs)
     low, high = int(input_ids.min()), int(input_ids.max())
     vocab = num_embeddings(model)
     if low < 0 or high >= vocab:
         raise UnsupportedError(
-            f"input_ids hold values from {low} to {high}; the model's vocabulary is 0 to "
-            f"{vocab - 1}, so check that the tokenizer belongs to the model"
+            f"input_ids have values from {low} to {high}, but the model's vocabulary is 0 to "
+            f"{vocab - 1}; use the tokenizer of this model"
         )
     positions = model_kwargs.get("position_ids")
-    for name, given in (("attention_mask", attention_mask), ("position_ids", positions)):
-        if given is not None and given.shape[-1] != input_ids.shape[1]:
+    for name, value in (("attention_mask", attention_mask), ("position_ids", positions)):
+        if value is not None and value.shape[-1] != input_ids.shape[1]:
             raise UnsupportedError(
-                f"{name} of {given.shape[-1]} columns for a prompt of {input_ids.shape[1]} tokens; "
-                "leave it out, or give the prompt as input_ids"
+                f"{name} of {value.shape[-1]} columns for a prompt of {input_ids.shape[1]} tokens; "
+                "leave it out, or pass the prompt as input_ids"
             )
     check_peft_hooks(model, input_ids.shape[0])
     _check_mask(model, attention_mask)
-    if positions is not None and positions.ndim == 2 and is_moved(positions, attention_mask):
+    if positions is not None and positions.ndim == 2 and is_shifted(positions, attention_mask):
         raise UnsupportedError(
             "position_ids other than 0, 1, 2, ... over the attended tokens cannot be used with "
             "spec_strategy; leave them out"
@@ -288,16 +290,16 @@ def check_inputs(
 
 
 def _check_names(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse inputs that no forward of the engine could hand on."""
-    known = {*UNDERSTOOD, "token_type_ids"}
+    """Check that all model inputs are supported."""
+    supported = {*MODEL_INPUTS, "token_type_ids"}
     if takes_images(model):
-        known |= IMAGE_INPUTS
+        supported |= IMAGE_INPUTS
         check_modalities(model_kwargs.get("mm_encoder_outputs") or {})
     else:
         _check_token_types(model, model_kwargs.get("token_type_ids"))
-    # Image-text classes get an empty dictionary of what their towers saw.
+    # Image-text classes get an empty dictionary as the output of their vision towers.
     empty = [name for name, value in model_kwargs.items() if value is None or value == {}]
-    if extra := sorted(model_kwargs.keys() - known - {*empty}):
+    if extra := sorted(model_kwargs.keys() - supported - {*empty}):
         caches = [name for name in extra if isinstance(model_kwargs[name], Cache)]
         reason = f"; {version_message()}" if caches else "; text given as input_ids can"
         raise UnsupportedError(
@@ -306,24 +308,25 @@ def _check_names(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> Non
 
 
 def check_modalities(names: Iterable[str]) -> None:
-    """Refuse inputs, by name, of prompts that are neither text nor images."""
-    if odd := sorted(name for name in names if any(part in name for part in OTHER_MODALITIES)):
+    """Check by name that no input is video or audio."""
+    unsupported = [name for name in names if any(part in name for part in OTHER_MODALITIES)]
+    if unsupported:
         raise UnsupportedError(
-            f"{', '.join(odd)}: prompts with video or sound are not served with spec_strategy, "
-            "text and images are; generate without it"
+            f"{', '.join(sorted(unsupported))}: spec_strategy supports prompts of text and images, "
+            "not of video or audio; generate without it"
         )
 
 
 def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise UnsupportedError(
-            "attention_mask holds values other than 0 and 1, which cannot be used with "
-            "spec_strategy; pass 1 for tokens and 0 for padding"
+            "attention_mask has values other than 0 and 1, which spec_strategy does not support; "
+            "pass 1 for tokens and 0 for padding"
         )
-    if bad := (mask[:, -1] == 0).nonzero().flatten().tolist():
+    if rows := (mask[:, -1] == 0).nonzero().flatten().tolist():
         raise UnsupportedError(
-            f"rows {bad} end in padding (attention_mask 0 in the last column) or hold nothing else;"
-            " pad on the left: tokenizer.padding_side = 'left'"
+            f"rows {rows} end in padding (attention_mask 0 in the last column) or are all padding; "
+            "pad on the left: tokenizer.padding_side = 'left'"
         )
     if model.config.model_type == "git" and not bool(mask.all()):
         raise UnsupportedError(
@@ -335,20 +338,16 @@ def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:
     if bool(holes.any()) and (limited or tables_of(model)):
         counting = "a sliding window or a chunk" if limited else "the table of positions"
         raise UnsupportedError(
-            f"rows {holes.nonzero().flatten().tolist()} have padding between their tokens, where "
-            f"{counting} counts it and spec_strategy does not; pad on the left only"
+            f"rows {holes.nonzero().flatten().tolist()} have padding between their tokens, which "
+            f"{counting} counts and spec_strategy does not; pad on the left only"
         )
-
-
-def _holds_keys(layer: Any) -> bool:
-    return getattr(layer, "keys", None) is not None
 
 
 def _check_cache(model: PreTrainedModel, cache: Any, input_ids: Tensor) -> None:
     if getattr(cache, "_is_user_defined", False) and caches_latents(model):
         raise UnsupportedError(
-            f"{CACHE_NAME}: {type(model).__name__} caches latents, where draft trees store keys "
-            "and values of all heads; leave them out"
+            f"{CACHE_NAME}: {type(model).__name__} caches latents, but draft trees store keys and "
+            "values of all heads; leave the cache out"
         )
     stored = stored_tokens(cache)
     if not stored:
@@ -356,17 +355,18 @@ def _check_cache(model: PreTrainedModel, cache: Any, input_ids: Tensor) -> None:
     num_rows, length = input_ids.shape
     if stored >= length:
         raise UnsupportedError(
-            f"{CACHE_NAME} holds {stored} tokens and input_ids {length}; "
-            "input_ids must hold the whole sequence, with at least one token that is not cached"
+            f"{CACHE_NAME} holds {stored} tokens and input_ids {length}; input_ids must be the "
+            "whole sequence, with at least one token that is not cached"
         )
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
     check_resumable(model)
-    rows = next(layer.keys.shape[0] for layer in cache.layers if _holds_keys(layer))
-    # Layers that share keys and values stand in newer caches, empty, and not in older ones.
+    keys = (getattr(layer, "keys", None) for layer in cache.layers)
+    rows = next(len(tensor) for tensor in keys if tensor is not None)
+    # Layers that share keys and values are empty in newer caches and missing in older ones.
     sharing = getattr(config, "num_kv_shared_layers", None) or 0
     if rows != num_rows or len(cache.layers) not in {layers, layers - sharing}:
         raise UnsupportedError(
-            f"{CACHE_NAME} holds {rows} rows of {len(cache.layers)} layers, where the call has "
+            f"{CACHE_NAME} has {rows} rows of {len(cache.layers)} layers, but the call has "
             f"{num_rows} rows and the model {layers} layers; pass the cache of the same batch"
         )

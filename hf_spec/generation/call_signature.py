@@ -1,7 +1,4 @@
-"""What `help()`, editors and `inspect.signature` say of the wrapped methods.
-
-The parameters and the text are those of transformers, with ours before `**kwargs`.
-"""
+"""Signatures and docstrings of the wrapped methods: those of transformers plus our arguments."""
 
 from __future__ import annotations
 
@@ -12,53 +9,56 @@ from collections.abc import Callable
 from inspect import Parameter
 from typing import Any
 
-# Keyword arguments that wrappers add: type, as `inspect.signature` shows it, and meaning.
+# Keyword arguments that wrappers add: annotation and description.
 ADDITIONS = {
     "spec_strategy": (
         "str | StrategyConfig | dict[str, Any] | None",
         "Speculative decoding with hf_spec: the name of a strategy such as 'lookup', 'draft', "
         "'tree', 'falcon' or 'auto' (`hf_spec.known_strategies()` lists them), or a config such as "
-        "`hf_spec.LookupConfig(copy_length=10)`. By default what is stored as "
-        "`generation_config.spec_strategy`; without one, transformers decodes as ever. Greedy "
-        "output stays the same token for token, sampling keeps its distribution.",
+        "`hf_spec.LookupConfig(copy_length=10)`. Default: `generation_config.spec_strategy`; "
+        "without one, transformers decodes as usual. Greedy output stays identical token for "
+        "token, and sampling keeps its distribution.",
     ),
     "assistant": (
         "PreTrainedModel | SpecAdapter | LookupStore | str | os.PathLike[str] | Sequence[Any] | "
         "None",
         "What the strategy drafts with: a draft model, an adapter, or the folder or Hub id of "
         "either; for 'auto' also a list of them; for 'lookup' and 'auto' a `hf_spec.LookupStore`. "
-        "With a draft model of another vocabulary `tokenizer` and `assistant_tokenizer` are given.",
+        "A draft model with another vocabulary also needs `tokenizer` and `assistant_tokenizer`.",
     ),
-    "max_batch": ("int | None", "With a strategy, most sequences at a time, 8 by default."),
+    "max_batch": (
+        "int | None",
+        "With a strategy, maximum number of sequences at a time. Default: 8.",
+    ),
 }
 
 
 def describe(wrapper: Callable[..., Any], original: Callable[..., Any], *names: str) -> None:
-    """Give a wrapper the original's signature and text, with `ADDITIONS` before `**kwargs`."""
-    known = inspect.signature(original)
-    parameters = list(known.parameters.values())
+    """Copy the original's signature and docstring to a wrapper, with `ADDITIONS` inserted."""
+    signature = inspect.signature(original)
+    parameters = list(signature.parameters.values())
     rest = [p for p in parameters if p.kind is Parameter.VAR_KEYWORD]
     added = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=ADDITIONS[name][0])
         for name in names
     ]
     fixed = [p for p in parameters if p not in rest]
-    wrapper.__signature__ = known.replace(  # type: ignore[attr-defined]
+    wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*fixed, *added, *rest]
     )
     wrapper.__doc__ = _with_additions(original.__doc__ or "", names)
 
 
 def _with_additions(text: str, names: tuple[str, ...]) -> str:
-    """The docstring with entries before that of `kwargs`, else before what is returned."""
-    place = re.search(r"^([ ]*)kwargs \(", text, re.MULTILINE)
-    end = re.search(r"^[ ]*Returns?:", text, re.MULTILINE)
-    at = place or end
-    if at is None:
+    """Return the docstring with entries before that of `kwargs`, else before the returns."""
+    kwargs = re.search(r"^([ ]*)kwargs \(", text, re.MULTILINE)
+    returns = re.search(r"^[ ]*Returns?:", text, re.MULTILINE)
+    match = kwargs or returns
+    if match is None:
         text += "\n"
-    start = at.start() if at else len(text)
-    # Entries stand one step deeper than the headings.
-    margin = place[1] if place else " " * 12
+    start = match.start() if match else len(text)
+    # Entries are indented one step deeper than the headings.
+    margin = kwargs[1] if kwargs else " " * 12
     entries = "".join(_entry(name, margin) for name in names)
     return text[:start] + entries + text[start:]
 

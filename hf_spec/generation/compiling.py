@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from hf_spec.common.errors import OptionError, choices
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, compiling
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.tree_attention import takes_packed
 from hf_spec.engine.models.support_checks import check_model
+from hf_spec.engine.runner import ModelRunner
 
 MODES = ("on", "off")
-# Nodes of the steps that are run: one program serves any number, another a single token.
+# Nodes of the warm-up steps: a compiled layer is for any number of tokens, or for exactly one.
 NODES = (3, 1)
 
 
@@ -25,7 +25,7 @@ class CompileReport:
 
     Attributes:
         layers: number of layers that run compiled now.
-        programs: number of programs that they share.
+        programs: number of distinct compiled layers among them.
         seconds: time spent on compiling and trying them in this call.
         refused: why other layers run uncompiled, by name.
     """
@@ -37,29 +37,29 @@ class CompileReport:
 
 
 def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa: A001 - as torch's
-    """Compile the decoder layers of a model on a CPU, for all speculative calls that follow.
+    """Compile the decoder layers of a model on a CPU, for all later speculative calls.
 
-    A target or a draft model. Each layer becomes C++, built by the machine's compiler. Greedy
-    output stays that of plain `generate()` up to ties, since compiled layers add in another order.
-    Compiled layers are dropped with the model, and plain `generate()` does not use them. Layers
-    that cannot be compiled run as before; the log and `refused` name the reasons.
+    Each layer becomes C++, built by the machine's compiler. Greedy output stays that of plain
+    `generate()` up to ties, since compiled layers add in another order. Compiled layers are dropped
+    with the model, and plain `generate()` does not use them. Layers that cannot be compiled run as
+    before; the log and `refused` name the reasons.
 
     Whatever a layer reads in Python is constant in a compiled layer: attributes, configs,
     functions, class attributes, globals of the modeling file. All of it is checked before every
     forward pass, and layers are compiled again after a change. A layer that reads something whose
-    changes cannot be seen is not compiled. Functions inside PyTorch, NumPy and the standard library
-    are not checked.
+    changes cannot be detected is not compiled. Functions inside PyTorch, NumPy and the standard
+    library are not checked.
 
     Args:
-        model: on a CPU, in evaluation mode.
+        model: a target or draft model on a CPU, in evaluation mode.
         mode: "on", or "off" to run its layers uncompiled again.
 
     Returns:
         The number of compiled layers, and the reasons for the others.
 
     Raises:
-        OptionError: if `mode` is neither.
-        UnsupportedError: if hf_spec cannot run the model at all.
+        OptionError: `mode` is neither.
+        UnsupportedError: hf_spec cannot run the model.
     """
     if mode not in MODES:
         raise OptionError(f"mode={mode!r}: {choices(mode, MODES)}")
@@ -71,26 +71,25 @@ def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa:
         compiled.forget_refusals()
         warm_up(model)
     running = [layer for layer in compiled.layers if compiled.enabled and layer.is_compiled]
-    programs = sum(not isinstance(program, Exception) for program in compiled.programs.values())
+    programs = sum(not isinstance(program, Exception) for program in compiled.functions.values())
     seconds = compiled.seconds - before
     return CompileReport(len(running), programs, seconds, dict(compiled.refused))
 
 
 def warm_up(model: PreTrainedModel) -> None:
-    """Compile what can be compiled of a model, by running steps of every form on a short text."""
+    """Compile the layers of a model by running a step of every size in `NODES` on a short text."""
     compiled = CompiledLayers.of(model)
     if not takes_packed(model):
         compiled.refuse(type(model).__name__, "it takes no attention function")
         return
     with compiling(True):
-        # The layers are known once they have run.
+        # The first run finds the layers.
         for _ in range(1 if compiled.layers else 2):
             _run(model)
 
 
 @torch.no_grad()
 def _run(model: PreTrainedModel) -> None:
-    """Run a step of every form on a short text."""
     runner, text = ModelRunner(model, 1), [1, 2, 3, 4]
     with runner.active():
         for count in NODES:

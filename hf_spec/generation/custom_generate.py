@@ -1,4 +1,4 @@
-"""What the `custom_generate/generate.py` of an adapter calls."""
+"""Function that the `custom_generate/generate.py` of an adapter repository calls."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hf_spec.methods.loading import read_once
 def custom_generate(
     model: PreTrainedModel, revision: str | None = None, token: Any = None, **arguments: Any
 ) -> Any:
-    """`model.generate()` with the adapter whose repository holds the code that was called.
+    """Run `model.generate()` with the adapter whose repository contains the called code.
 
-    `revision` is a branch, tag or commit of the repository, if it is on the Hub, and `token` that
-    of the Hub, by default the stored one.
+    `revision` is a branch, tag or commit of a repository on the Hub, and `token` the Hub's, by
+    default the stored one.
 
     Raises:
-        AssistantError: if the adapter cannot be used with `model`.
+        AssistantError: the adapter does not fit `model`.
     """
     name, target = _repository(), cast("Any", model)
     adapter = read_once(
@@ -34,16 +34,16 @@ def custom_generate(
 
 
 def _repository() -> str:
-    """The folder or Hub id that `custom_generate=` named.
+    """Return the folder or Hub id that was passed as `custom_generate=`.
 
-    The function is given everything but this, and its file has been copied elsewhere; the call of
-    transformers' `generate` further up knows.
+    transformers copies the file elsewhere and passes all arguments except this one, so it is read
+    from the frame of `generate`.
     """
     frame = inspect.currentframe()
     while frame is not None:
-        named = frame.f_locals.get("custom_generate")
-        if frame.f_code.co_name == "generate" and isinstance(named, str):
-            return named
+        name = frame.f_locals.get("custom_generate")
+        if frame.f_code.co_name == "generate" and isinstance(name, str):
+            return name
         frame = frame.f_back
     raise AssistantError(
         "this function is called by model.generate(custom_generate=<adapter>, "

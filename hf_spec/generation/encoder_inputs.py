@@ -1,7 +1,7 @@
-"""Encoder-decoders: their arguments told as those of other models, and who hears the encoder.
+"""Encoder-decoder models: decoder arguments under their usual names, and the encoder's output.
 
-`generate()` has run the encoder by the time that the engine is called. The decoder's prompt is text
-like any other, under names that begin with `decoder_`.
+`generate()` runs the encoder before it calls the engine. The decoder's prompt is text like that of
+other models, in arguments whose names begin with `decoder_`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import find_cache
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.cross_attention import DECODER_NAMES, attends_to_encoder, is_lone_decoder
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation.own_prefill import Prompt
 
-# What the encoder reads. A cross attention does not see its mask: sound is padded with silence.
+# Inputs of the encoder. Cross attention has no mask: audio is padded with silence.
 ENCODER_INPUTS = {"inputs", "input_features", "attention_mask", "encoder_outputs"}
 
 
 def decoder_kwargs(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call without those of the encoder, named as for decoder-only models."""
+    """Return the decoder's arguments under the names that decoder-only models use."""
     if not model.config.is_encoder_decoder:
         return dict(arguments)
-    plain = {ours: name for name, ours in DECODER_NAMES.items()}
+    usual_names = {decoder_name: name for name, decoder_name in DECODER_NAMES.items()}
     return {
-        plain.get(name, name): value
+        usual_names.get(name, name): value
         for name, value in arguments.items()
         if name not in ENCODER_INPUTS
     }
@@ -41,14 +41,14 @@ def decoder_kwargs(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict
 def share_encoder_output(
     target: ModelRunner, drafter: Drafter, prompt: Prompt, read: Callable[..., Prompt] | None
 ) -> None:
-    """Let the decoders of target and draft models attend to what the encoder made of the input.
+    """Pass the encoder's output to the decoders of target and draft models.
 
     Args:
         target: runs the target.
         drafter: active.
         prompt: as `generate()` prepared it, with the encoder's output.
-        read: called with a draft model that has an encoder of its own and the prompt, gives the
-            prompt with the output of that encoder.
+        read: returns the prompt with the output of a draft model's own encoder, from that model
+            and the target's prompt.
     """
     states = prompt.model_kwargs["encoder_outputs"][0]
     cache = find_cache(prompt.model_kwargs)
@@ -62,30 +62,33 @@ def _attend(
     prompt: Prompt,
     read: Callable[..., Prompt] | None,
 ) -> None:
-    """Only draft models that attend to an encoder do; one alone takes the target's."""
+    """Pass an encoder's output to a draft model; a decoder without encoder uses the target's."""
     draft: Any = runner.model
     if not attends_to_encoder(draft):
         return
     shares = is_lone_decoder(draft) or draft.get_encoder() is target.get_encoder()
-    mine = prompt if shares or read is None else read(draft, prompt)
-    runner.attend_to(mine.model_kwargs["encoder_outputs"][0])
+    draft_prompt = prompt if shares or read is None else read(draft, prompt)
+    runner.attend_to(draft_prompt.model_kwargs["encoder_outputs"][0])
 
 
 @torch.no_grad()
-def read_input(given: Mapping[str, Any], draft: Any, prompt: Prompt) -> Prompt:
-    """The prompt with what the encoder of a draft model makes of a call's input.
+def read_input(arguments: Mapping[str, Any], draft: Any, prompt: Prompt) -> Prompt:
+    """Return the prompt with the output of a draft model's own encoder.
 
     Args:
-        given: the arguments of the call.
+        arguments: the arguments of the call, with the encoder's input.
         draft: the draft model.
-        prompt: as the target reads it.
+        prompt: the prompt of the target.
+
+    Raises:
+        AssistantError: the call has only the output of the target's encoder.
     """
-    named = (given.get(name) for name in ("input_features", "inputs"))
-    features = next((value for value in named if value is not None), None)
+    candidates = (arguments.get(name) for name in ("input_features", "inputs"))
+    features = next((value for value in candidates if value is not None), None)
     if features is None:
         raise AssistantError(
-            f"{type(draft).__name__} has an encoder of its own, and the call has encoder_outputs "
-            "alone: give input_features, or load the assistant as a decoder by itself "
+            f"{type(draft).__name__} has an encoder of its own, but the call has only "
+            "encoder_outputs; pass input_features, or load the assistant as a decoder "
             "(AutoModelForCausalLM), which shares the target's encoder"
         )
     encoder = draft.get_encoder()

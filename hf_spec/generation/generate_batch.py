@@ -1,9 +1,9 @@
 """`model.generate_batch(prompts, spec_strategy=...)`: any number of prompts, a few at a time.
 
-transformers has a `generate_batch` of its own, which serves every call without a strategy. With
-one, sequences follow each other in the rows of one speculative batch (continuous batching, see
-`hf_spec.engine.decode.continuous_batching`). Arguments, request ids and outputs are named as they
-are there.
+transformers has its own `generate_batch`, which runs every call without a strategy. With one,
+sequences follow each other in the rows of one speculative batch (see
+`hf_spec.engine.decode.continuous_batching`). Arguments, request ids and outputs have the names that
+they have in transformers.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.common.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats, publish_stats
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.engine.decode.continuous_batching import ContinuousBatch, Prepared, Request
-from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.logits_processors import check_processors
 from hf_spec.engine.decode.stopping import StopRules, for_one_sequence
-from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import Settings, check_batch_streamer, check_inputs
-from hf_spec.generation.settling import settle, stop_strings_to_criteria, with_own_storage
+from hf_spec.generation.call_setup import (
+    resolve_call,
+    stop_strings_to_criteria,
+    without_static_cache,
+)
 
-# Sequences at a time where the call does not say.
+# Default number of sequences at a time.
 MAX_BATCH = 8
 
-# Arguments of generate() or of transformers' generate_batch() without a meaning here.
-REFUSED_ARGUMENTS = {
-    "continuous_batching_config": "max_batch= says how many sequences run at a time",
+# Arguments of generate() or of transformers' generate_batch() that are unsupported here, and why.
+UNSUPPORTED_ARGUMENTS = {
+    "continuous_batching_config": "set the number of sequences at a time with max_batch=",
     "persistent_manager": "nothing is kept between calls",
-    "record_timestamps": "a BatchStreamer is given every token when it comes",
+    "record_timestamps": "a BatchStreamer receives tokens as soon as they are generated",
     "input_ids": "pass the prompts as the first argument",
     "attention_mask": "pass prompts without padding",
-    "position_ids": "the positions are those of the tokens in their prompt",
+    "position_ids": "tokens have the positions 0, 1, 2, ... in their prompt",
     **dict.fromkeys(CACHE_NAMES, "every prompt is run from its first token"),
     "return_dict_in_generate": "the outputs are objects in any case",
     "output_scores": "generate() returns scores",
@@ -54,15 +57,15 @@ REFUSED_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class GenerateBatchCall:
-    """A call of `generate_batch()`, read and checked.
+    """A checked call of `generate_batch()`.
 
     Attributes:
         requests: the sequences to generate.
-        max_batch: most of them at a time.
+        max_batch: maximum number of sequences at a time.
         batching: what is padded, a key of `BATCHING`.
         streamer: a `BatchStreamer` or None.
         allowed: `prefix_allowed_tokens_fn`, which is called with the number of the prompt.
-        arguments: the others, for `generate()`.
+        arguments: the other arguments, for `generate()`.
     """
 
     requests: list[Request]
@@ -76,101 +79,88 @@ class GenerateBatchCall:
     def read(
         cls, model: PreTrainedModel, batching: str, settings: Settings, arguments: Mapping[str, Any]
     ) -> GenerateBatchCall:
-        """Read the arguments of a call; refuse what is wrong or cannot be served."""
-        given = dict(arguments)
+        """Read the arguments of a call.
+
+        Raises:
+            SpecError: an argument is wrong or not supported.
+        """
+        arguments = dict(arguments)
         if model.config.is_encoder_decoder:
             raise UnsupportedError(
-                f"generate_batch() takes token ids, and {type(model).__name__} also the input of "
-                "an encoder; use generate(), which takes batches too"
+                f"generate_batch() takes token ids, but {type(model).__name__} also needs the "
+                "input of an encoder; use generate(), which takes batches too"
             )
-        for name, remedy in REFUSED_ARGUMENTS.items():
-            if (value := given.pop(name, None)) is not None and value is not False:
+        for name, reason in UNSUPPORTED_ARGUMENTS.items():
+            if (value := arguments.pop(name, None)) is not None and value is not False:
                 raise UnsupportedError(
-                    f"{name}= cannot be combined with spec_strategy in generate_batch(): {remedy}"
+                    f"{name}= cannot be combined with spec_strategy in generate_batch(): {reason}"
                 )
         if BATCHING[batching].pads_kv:
             raise OptionError(
-                f"batching={batching!r} keeps the keys and values of all rows aligned, which rows "
-                "that begin at different times cannot be; use 'unpadded' or 'unpadded_kv'"
+                f"batching={batching!r} aligns the KV cache of all rows, but rows begin at "
+                "different times here; use 'unpadded' or 'unpadded_kv'"
             )
-        max_batch = given.pop("max_batch", None)
+        max_batch = arguments.pop("max_batch", None)
         max_batch = MAX_BATCH if max_batch is None else max_batch
         if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
             raise OptionError(f"max_batch={max_batch!r} must be a whole number of at least 1")
-        streamer = given.pop("streamer", None)
+        streamer = arguments.pop("streamer", None)
         check_batch_streamer(streamer)
-        prompts = read_prompts(given.pop("inputs", None), num_embeddings(model))
-        requests = _requests(prompts, _copies(settings))
+        prompts = read_prompts(arguments.pop("inputs", None), num_embeddings(model))
+        requests = _requests(prompts, _num_sequences(settings))
         if settings["pad_token_id"] is None:
-            # Nothing is padded; without a token for it, generate() would warn of every prompt.
-            given["pad_token_id"] = 0
-        # It has no meaning for transformers' own method, where compiled code is warmed up.
-        given.pop("warmup", None)
-        allowed = given.pop("prefix_allowed_tokens_fn", None)
-        given["num_return_sequences"] = 1
-        return cls(requests, max_batch, batching, streamer, allowed, given)
+            # Nothing is padded, but generate() would warn for every prompt.
+            arguments["pad_token_id"] = 0
+        # Only transformers' own method has compiled code to warm up.
+        arguments.pop("warmup", None)
+        allowed = arguments.pop("prefix_allowed_tokens_fn", None)
+        arguments["num_return_sequences"] = 1
+        return cls(requests, max_batch, batching, streamer, allowed, arguments)
 
 
-def settle_batch(
-    model: PreTrainedModel, strategy: Any, given: dict[str, Any]
+def resolve_batch_call(
+    model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]
 ) -> tuple[StrategyConfig, GenerateBatchCall]:
-    """The strategy of a call whose model and settings it can serve, and the call."""
-    config, settings = settle(model, strategy, given)
+    """Return the strategy and the call after checking both and the target."""
+    config, settings = resolve_call(model, strategy, arguments)
     call = GenerateBatchCall.read(
-        model, config.batching, settings, with_own_storage(settings, given)
+        model, config.batching, settings, without_static_cache(settings, arguments)
     )
-    arguments = stop_strings_to_criteria(settings["stop_strings"], call.arguments)
-    return config, replace(call, arguments=arguments)
-
-
-def make_continuous_batch(
-    generate: Callable[..., Any],
-    model: PreTrainedModel,
-    drafter: Drafter,
-    call: GenerateBatchCall,
-) -> ContinuousBatch:
-    """The sequences of a call, ready to begin.
-
-    `generate` is the original method, which prepares processors and stop rules of each prompt.
-    """
-
-    def prepare(request: Request) -> Prepared:
-        return prepare_request(generate, model, call, request)
-
-    return ContinuousBatch(
-        model, drafter, call.requests, prepare, call.max_batch, call.streamer, call.batching
-    )
+    generate_arguments = stop_strings_to_criteria(settings["stop_strings"], call.arguments)
+    return config, replace(call, arguments=generate_arguments)
 
 
 def prepare_request(
     generate: Callable[..., Any], model: PreTrainedModel, call: GenerateBatchCall, request: Request
 ) -> Prepared:
-    """Let `generate`, the original method, prepare one sequence; refuse what cannot be served."""
+    """Let the original `generate` prepare one sequence, and check the result."""
     device = execution_device(model.get_input_embeddings())
     input_ids = torch.tensor([request.prompt], device=device)
-    own = dict(call.arguments)
+    arguments = dict(call.arguments)
     if call.allowed is not None:
-        own["prefix_allowed_tokens_fn"] = lambda _, ids: call.allowed(request.number, ids)
+        arguments["prefix_allowed_tokens_fn"] = lambda _, ids: call.allowed(request.number, ids)
     mask = torch.ones_like(input_ids)
-    return generate(model, input_ids, attention_mask=mask, custom_generate=_take, **own)
+    return generate(
+        model, input_ids, attention_mask=mask, custom_generate=_take_prepared, **arguments
+    )
 
 
 def run_continuous_batch(batch: ContinuousBatch | None, progress_bar: bool) -> SpecBatchOutput:
-    """Generate everything; the models stay ready from the first step to the last."""
+    """Generate all sequences, with the models active from the first step to the last."""
     if batch is None:
         return SpecBatchOutput([], SpecStats([]))
-    found: dict[str, SpecRequestOutput] = {}
+    outputs: dict[str, SpecRequestOutput] = {}
     total = len(batch.request_ids)
     with tqdm(total=total, disable=not progress_bar, unit="request") as bar, batch.active():
         while batch.unfinished:
             ended = batch.step()
-            found.update((output.request_id, output) for output in ended)
+            outputs.update((output.request_id, output) for output in ended)
             bar.update(len(ended))
     publish_stats(batch.stats)
-    return SpecBatchOutput([found[name] for name in batch.request_ids], batch.stats)
+    return SpecBatchOutput([outputs[name] for name in batch.request_ids], batch.stats)
 
 
-def _take(
+def _take_prepared(
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: Any,
@@ -178,14 +168,14 @@ def _take(
     generation_config: Any,
     **model_kwargs: Any,
 ) -> Prepared:
-    """Take what `generate()` prepared, in place of a decoding loop."""
+    """Return what `generate()` prepared, instead of decoding."""
     stop = StopRules(for_one_sequence(stopping_criteria), 1)
     check_inputs(model, input_ids, torch.ones_like(input_ids), model_kwargs, stop.max_length)
     if own_prefill.is_needed(model, torch.ones_like(input_ids), model_kwargs):
         raise UnsupportedError(
-            f"{type(model).__name__} has to run such prompts (images, attention in both directions,"
-            " a length past its rotary limit) by themselves, and generate_batch() runs them with "
-            "the drafts of others; use generate()"
+            f"{type(model).__name__} must run such prompts (images, bidirectional attention, a "
+            "length past its rotary limit) separately, but generate_batch() packs them with the "
+            "drafts of other sequences; use generate()"
         )
     check_processors(logits_processor, 1)
     check_ranks(model, input_ids, bool(generation_config.do_sample))
@@ -193,52 +183,56 @@ def _take(
 
 
 def read_prompts(inputs: object, vocab: int) -> list[list[int]]:
-    """The prompts as lists of token ids below `vocab`."""
+    """Return the prompts as lists of token ids.
+
+    Raises:
+        OptionError: `inputs` is not a list of prompts.
+        UnsupportedError: a prompt is empty or has token ids outside of 0 to `vocab` - 1.
+    """
     if not isinstance(inputs, (list, tuple)):
         raise OptionError(
             f"inputs of type {type(inputs).__name__}: generate_batch() takes a list of prompts "
-            "without padding, each a list of token ids or a 1-D tensor; tokenizer(texts).input_ids "
-            "is one"
+            "without padding, each a list of token ids or a 1-D tensor, such as "
+            "tokenizer(texts).input_ids"
         )
     prompts = []
     for number, prompt in enumerate(inputs):
         try:
-            # An index is a whole number of any kind, and neither a text nor a row of a table.
+            # operator.index accepts integers of any type, but neither strings nor rows of a tensor.
             ids: Any = prompt.tolist() if isinstance(prompt, Tensor) else prompt
             tokens = [operator.index(token) for token in ids]
         except TypeError as error:
             raise OptionError(
-                f"prompt {number} is {prompt!r}, which is no list of token ids and no 1-D "
-                "tensor; tokenizer(texts).input_ids holds such lists"
+                f"prompt {number} is {prompt!r}, neither a list of token ids nor a 1-D tensor; "
+                "tokenizer(texts).input_ids is a list of prompts"
             ) from error
         if not tokens or min(tokens) < 0 or max(tokens) >= vocab:
-            what = f"values from {min(tokens)} to {max(tokens)}" if tokens else "no token"
+            values = f"values from {min(tokens)} to {max(tokens)}" if tokens else "no token"
             raise UnsupportedError(
-                f"prompt {number} holds {what}; every prompt needs token ids, and those of the "
-                f"model are 0 to {vocab - 1}"
+                f"prompt {number} has {values}; every prompt needs token ids from 0 to {vocab - 1}"
             )
         prompts.append(tokens)
     return prompts
 
 
-def _copies(settings: Settings) -> int:
-    """How many sequences each prompt is for."""
-    copies = settings["num_return_sequences"] or 1
-    if not isinstance(copies, int) or copies < 1:
-        raise OptionError(f"num_return_sequences={copies!r} must be a whole number of at least 1")
-    if copies > 1 and not settings["do_sample"]:
+def _num_sequences(settings: Settings) -> int:
+    """Return the number of sequences per prompt."""
+    count = settings["num_return_sequences"] or 1
+    if not isinstance(count, int) or count < 1:
+        raise OptionError(f"num_return_sequences={count!r} must be a whole number of at least 1")
+    if count > 1 and not settings["do_sample"]:
         raise OptionError(
-            f"num_return_sequences={copies} without do_sample=True would be the same sequence "
-            f"{copies} times"
+            f"num_return_sequences={count} without do_sample=True would return the same sequence "
+            f"{count} times; set do_sample=True"
         )
-    return copies
+    return count
 
 
-def _requests(prompts: list[list[int]], copies: int) -> list[Request]:
-    """Named as transformers names them: further sequences of a prompt before its own."""
+def _requests(prompts: list[list[int]], count: int) -> list[Request]:
+    """Return `count` requests per prompt, named and ordered as in transformers."""
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
-        further = (f"req_{number}__child#{child}" for child in range(copies - 1))
-        for request_id in (*further, f"req_{number}"):
+        children = (f"req_{number}__child#{child}" for child in range(count - 1))
+        for request_id in (*children, f"req_{number}"):
             requests.append(Request(len(requests), request_id, number, prompt))
     return requests

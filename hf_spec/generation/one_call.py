@@ -15,13 +15,13 @@ from hf_spec.common.outputs import SpecEncoderDecoderOutput, SpecGenerateOutput,
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import check_processors
-from hf_spec.engine.decode.loop import count_models, speculative_decode
+from hf_spec.engine.decode.loop import speculative_decode, update_counts
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.fast.compiled_layers import compiling
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.internal_positions import padding_of
 from hf_spec.engine.models.latent_kv import caches_latents
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import check_inputs, check_padding, check_streamer
 from hf_spec.generation.encoder_inputs import decoder_kwargs, share_encoder_output
@@ -40,7 +40,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     read: Callable[..., Prompt] | None = None,
     **model_kwargs: Any,
 ) -> SpecGenerateOutput | SpecEncoderDecoderOutput | Tensor:
-    """Decode in place of the method that `generate()` would have chosen.
+    """Decode speculatively; `generate()` calls this instead of its own decoding loop.
 
     Args:
         drafter: proposes the drafts.
@@ -51,15 +51,15 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         generation_config: the resolved settings.
         streamer: receives tokens; several rows need a `BatchStreamer`.
         batching: what is padded, a key of `BATCHING`.
-        read: called with a draft model that takes images or has an encoder, and the target's
-            prompt; gives its own.
-        **model_kwargs: `attention_mask`, the cache and what else `generate()` prepared.
+        read: returns the prompt of a draft model with images or an encoder, from that model and
+            the target's prompt.
+        **model_kwargs: `attention_mask`, the cache and other inputs that `generate()` prepared.
 
     Returns:
-        What `generate()` returns: (B, L + new) int64, or an output object if the config wants it.
+        Like `generate()`: (B, L + new) int64, or an output object with `return_dict_in_generate`.
 
     Raises:
-        UnsupportedError: if something here cannot be served exactly.
+        UnsupportedError: an input or setting is not supported.
     """
     prompt_kwargs = decoder_kwargs(model, model_kwargs)
     attention_mask = prompt_kwargs.get("attention_mask")
@@ -68,7 +68,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     num_rows = input_ids.shape[0]
     stop = StopRules(stopping_criteria, num_rows)
     check_inputs(model, input_ids, attention_mask, prompt_kwargs, stop.max_length)
-    alone = own_prefill.is_needed(model, attention_mask, prompt_kwargs)
+    prefills = own_prefill.is_needed(model, attention_mask, prompt_kwargs)
     check_processors(logits_processor, num_rows)
     check_streamer(streamer, num_rows)
     check_ranks(model, input_ids, bool(generation_config.do_sample))
@@ -89,25 +89,25 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     )
     target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens, batching)
     target.expected_length = state.expected_length
-    target.paddings = (~state.frame_mask).sum(dim=1).tolist()
-    target.position_offsets = padding_of(model, attention_mask)
+    target.rows.paddings = (~state.prompt_mask).sum(dim=1).tolist()
+    target.rows.position_offsets = padding_of(model, attention_mask)
     cache = find_cache(model_kwargs)
     prompt = Prompt(input_ids, attention_mask, model_kwargs)
-    if cache is not None and (stored := prompt.stored) and not alone:
-        target.load(cache, [mask[:stored] for mask in state.frame_mask.cpu()])
+    if cache is not None and (stored := prompt.stored) and not prefills:
+        target.load(cache, [mask[:stored] for mask in state.prompt_mask])
     wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
     wants_cache &= not caches_latents(model)
     with compiling(drafter.compile), target.active(), drafter.active(state):
         if model.config.is_encoder_decoder:
             share_encoder_output(target, drafter, prompt, read)
         verifier = drafter.make_verifier(logits_processor, num_rows)
-        if alone:
+        if prefills:
             own_prefill.first_round(prompt, target, drafter, verifier, state, read)
         output = speculative_decode(target, drafter, verifier, state)
         if wants_cache:
-            _run_to_the_end(target, state)
-            count_models(state.stats, target, drafter)
-            # Afterwards the storage may be that of another call.
+            _fill_cache(target, state)
+            update_counts(state.stats, target, drafter)
+            # While active: afterwards another call may use the pool.
             output[CACHE_NAME] = _export(target, state, cache)
     publish_stats(state.stats)
     if as_dict and model.config.is_encoder_decoder:
@@ -116,28 +116,30 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
 
 
 def _export(target: ModelRunner, state: GenerationState, cache: Any) -> Cache:
-    """Write keys and values into the user's own object, as plain `generate()` does."""
+    """Write keys and values into the user's cache object, as plain `generate()` does."""
     fresh = DynamicCache(config=target.model.config)
     target.export(fresh, state.output_masks(state.prompt_length + max(state.generated) - 1))
-    own = getattr(cache, "self_attention_cache", cache)
-    own.layers = fresh.layers
-    # Those of the cross attention are there since the first forward; a new object knows it.
-    return cache if own is cache else EncoderDecoderCache(own, cache.cross_attention_cache)
+    self_cache = getattr(cache, "self_attention_cache", cache)
+    self_cache.layers = fresh.layers
+    if self_cache is cache:
+        return cache
+    # A new object, so that its flags say that the cross attention is cached.
+    return EncoderDecoderCache(self_cache, cache.cross_attention_cache)
 
 
-def _run_to_the_end(target: ModelRunner, state: GenerationState) -> None:
-    """Run what plain `generate()` runs of rows that end early: their last token, then padding.
+def _fill_cache(target: ModelRunner, state: GenerationState) -> None:
+    """Run rows that ended early on their last token and padding, as plain `generate()` does.
 
-    A later call may continue from the cache, and attend to either.
+    A later call may reuse the cache and attend to either.
     """
     longest = max(state.generated)
     rows: list[tuple[list[int], list[int]]] = []
     texts = []
     for row, tokens in enumerate(state.tokens):
-        # The last token of the longest row has no keys and values yet, here as there.
+        # As in plain generate(), the last token of the longest row has no keys and values yet.
         text = [*tokens, *[state.pad_token_id] * (longest - state.generated[row])][:-1]
         target.shorten(row, min(len(tokens), len(text)))
-        rows.append(([text[-1]], [-1]) if target.stored[row] < len(text) else ([], []))
+        rows.append(([text[-1]], [-1]) if target.rows.stored[row] < len(text) else ([], []))
         texts.append(text)
     tree = DraftTree.from_rows(rows)
     if tree.num_nodes:

@@ -1,10 +1,10 @@
-"""A first round that is the model's own forward over its prompt, in one piece.
+"""First round with the model's own forward pass over its prompt, in one piece.
 
-Some prompts are more than tokens that look back: images stand in them, they are read in both
-directions, or rotary frequencies follow from their length. The model runs such a prompt as in plain
-`generate()`, with all its inputs. What it says last is judged like a draft tree that is a root
-alone, and its keys and values are taken over. All that is left of an image after that is where the
-text goes on: one offset of the positions per row.
+Some prompts are more than tokens that attend backwards: they contain images, attend in both
+directions, or their length changes the rotary frequencies. The model runs such a prompt as in plain
+`generate()`, with all its inputs. Its last logits are verified like a draft tree of roots only, and
+its keys and values are copied to the KV pool. After that, an image only matters as one position
+offset per row.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.loop import finish_step
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.support_checks import takes_images
-from hf_spec.generation.length_checks import is_past_rope
+from hf_spec.engine.runner import ModelRunner
+from hf_spec.generation.target_checks import is_past_rope
 
-# Inputs that say what a prompt shows. Models need them in the forward of the prompt alone.
+# Inputs with the images of a prompt. Models need them only in the prefill.
 IMAGE_INPUTS = frozenset(
     {
         "high_res_pixel_values",
@@ -56,7 +56,7 @@ IMAGE_INPUTS = frozenset(
 def is_needed(
     model: PreTrainedModel, attention_mask: Tensor, model_kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether the model has to run its prompt by itself.
+    """Return True if the model's own forward pass must run its prompt.
 
     Args:
         model: the target.
@@ -64,39 +64,39 @@ def is_needed(
         model_kwargs: what `generate()` prepared for the model.
     """
     config: Any = model.config.get_text_config()
-    # "vision" stands for images that are read in both directions, in a text that is not.
-    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    if both_ways or is_past_rope(model, attention_mask):
+    # The value "vision" means that only images are bidirectional.
+    bidirectional = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if bidirectional or is_past_rope(model, attention_mask):
         return True
     if not takes_images(model):
         return False
     positions = model_kwargs.get("position_ids")
-    shows = any(says_something(model_kwargs.get(name)) for name in IMAGE_INPUTS)
-    return shows or (
-        positions is not None and positions.ndim == 3 and is_moved(positions, attention_mask)
+    has_images = any(has_content(model_kwargs.get(name)) for name in IMAGE_INPUTS)
+    return has_images or (
+        positions is not None and positions.ndim == 3 and is_shifted(positions, attention_mask)
     )
 
 
-def says_something(value: Any) -> bool:
-    """Whether an input is more than empty, or than zeros for every token."""
+def has_content(value: Any) -> bool:
+    """Return True for an input that is neither empty nor integer zeros."""
     if isinstance(value, Tensor) and not value.is_floating_point():
         return bool(value.any())
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
-def is_moved(position_ids: Tensor, attention_mask: Tensor) -> bool:
-    """Whether positions, (..., B, L), are other than 0, 1, 2, ... over the attended tokens."""
+def is_shifted(position_ids: Tensor, attention_mask: Tensor) -> bool:
+    """Return True if (..., B, L) positions of the attended tokens are not 0, 1, 2, ..."""
     expected = attention_mask.long().cumsum(-1) - 1
     return bool(((position_ids != expected) & (attention_mask == 1)).any())
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model reads in its first forward.
+    """Inputs of a model's prefill.
 
     Attributes:
         input_ids, attention_mask: (B, L) int64, padded on the left.
-        model_kwargs: what `generate()` prepared beside them.
+        model_kwargs: further inputs that `generate()` prepared.
     """
 
     input_ids: Tensor
@@ -105,11 +105,11 @@ class Prompt:
 
     @property
     def stored(self) -> int:
-        """How many tokens of each row a reused cache holds."""
+        """Number of tokens per row in a reused cache."""
         return stored_tokens(find_cache(self.model_kwargs))
 
     def run(self, runner: ModelRunner) -> ForwardOutput:
-        """Run it; its keys and values are in the pool afterwards, a reused cache is as it was."""
+        """Run the prefill and store its keys and values; a reused cache is not changed."""
         cache = copy.deepcopy(find_cache(self.model_kwargs))
         model: Any = runner.model
         prepare = model.prepare_inputs_for_generation
@@ -132,71 +132,77 @@ def first_round(
     state: GenerationState,
     read: Callable[..., Prompt] | None = None,
 ) -> None:
-    """Let the target run its prompt, and commit what it says next; nothing is drafted yet.
+    """Prefill the target and commit one token per row, without a draft.
 
-    `read` gives the prompt as a draft model reads it; without it such models see placeholders.
+    `read` returns the prompt of a draft model with images; without it, draft models run on
+    placeholder tokens.
     """
     with state.clock("draft"):
         if read is not None:
-            drafter.prefill(partial(_fill, target=target.model, prompt=prompt, read=read))
+            drafter.prefill(
+                partial(_prefill_draft_model, target=target.model, prompt=prompt, read=read)
+            )
         tree = drafter.draft(state, dict.fromkeys(state.unfinished, 0))
     with state.clock("verify"):
         output = prompt.run(target)
     finish_step(target, drafter, verifier, state, tree, output)
 
 
-def _fill(
+def _prefill_draft_model(
     runner: ModelRunner, target: PreTrainedModel, prompt: Prompt, read: Callable[..., Prompt]
 ) -> None:
-    """Let a draft model that takes images run the prompt; others see placeholders, as tokens.
+    """Prefill a draft model that takes images; others run on placeholder tokens.
 
-    So does every draft model where the images of earlier turns are in the target's cache alone.
+    So do all draft models if images of earlier turns are only in the target's cache.
     """
     draft = runner.model
     if not takes_images(draft) or prompt.stored:
         return
-    kinds = [model.config.model_type for model in (target, draft)]
-    if kinds[0] != kinds[1]:
+    target_type, draft_type = (model.config.model_type for model in (target, draft))
+    if target_type != draft_type:
         raise AssistantError(
-            f"the assistant {type(draft).__name__} takes images as {kinds[1]!r} does, the target "
-            f"as {kinds[0]!r}; draft with a model of the target's kind, with a text model of the "
-            "same vocabulary, or with spec_strategy='lookup'"
+            f"the assistant {type(draft).__name__} takes images like {draft_type!r}, but the "
+            f"target like {target_type!r}; draft with a model of the target's type, with a text "
+            "model of the same vocabulary, or with spec_strategy='lookup'"
         )
     read(draft, prompt).run(runner)
 
 
 def _offsets(position_ids: Tensor | None, masks: Sequence[Tensor]) -> list[int]:
-    """Per row how far its positions go on after the prompt from the number of its tokens."""
+    """Return per row the next position after the prompt minus its number of tokens."""
     if position_ids is None:
         return [0] * len(masks)
     last = position_ids[..., -1].cpu()
     if last.ndim == 2:
-        # Of four, the first counts tokens; the others are time, height and width.
+        # The first of four counts tokens; the others are time, height and width.
         last = last[1:] if len(last) == 4 else last
         if bool((last != last[0]).any()):
             raise UnsupportedError(
-                "a prompt that ends inside an image goes on at three positions at once, where a "
-                "draft tree has one; put text after the image"
+                "a prompt that ends inside an image continues with three different positions, but "
+                "a draft tree has one per token; put text after the image"
             )
         last = last[0]
-    places = last.expand(len(masks)).tolist()
-    return [place + 1 - int(mask.sum()) for place, mask in zip(places, masks, strict=True)]
+    positions = last.expand(len(masks)).tolist()
+    return [position + 1 - int(mask.sum()) for position, mask in zip(positions, masks, strict=True)]
 
 
 def read_prompt(
-    generate: Callable[..., Any], given: Mapping[str, Any], draft: PreTrainedModel, prompt: Prompt
+    generate: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    draft: PreTrainedModel,
+    prompt: Prompt,
 ) -> Prompt:
-    """The prompt as a draft model reads it.
+    """Return the prompt with the inputs that a draft model prepares from the call's images.
 
     Args:
-        generate: the original method, which runs the vision tower and places the tokens.
-        given: the arguments of the call, images among them.
+        generate: the original method, which runs the vision tower and inserts the tokens.
+        arguments: the arguments of the call, images included.
         draft: the draft model.
-        prompt: as the target reads it.
+        prompt: the prompt of the target.
     """
-    images = {name: given[name] for name in IMAGE_INPUTS if name in given}
-    named = (given.get(name) for name in ("input_ids", "inputs"))
-    rows = next((ids for ids in named if ids is not None), prompt.input_ids)
+    images = {name: arguments[name] for name in IMAGE_INPUTS if name in arguments}
+    candidates = (arguments.get(name) for name in ("input_ids", "inputs"))
+    rows = next((ids for ids in candidates if ids is not None), prompt.input_ids)
     copies = len(prompt.input_ids) // len(rows)
     config = GenerationConfig(
         max_new_tokens=1, do_sample=copies > 1, num_return_sequences=copies, pad_token_id=0
@@ -206,19 +212,18 @@ def read_prompt(
         input_ids=prompt.input_ids[::copies],
         attention_mask=prompt.attention_mask[::copies],
         generation_config=config,
-        custom_generate=_take,
+        custom_generate=_take_model_kwargs,
         **images,
     )
     return replace(prompt, model_kwargs=model_kwargs)
 
 
-def _take(
-    model: PreTrainedModel,
-    input_ids: Tensor,
+def _take_model_kwargs(
+    *_: Any,
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
     **model_kwargs: Any,
 ) -> dict[str, Any]:
-    """Take what `generate()` prepared for the model, in place of a decoding loop."""
+    """Return what `generate()` prepared for the model, instead of decoding."""
     return model_kwargs

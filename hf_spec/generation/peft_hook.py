@@ -1,7 +1,7 @@
-"""What makes PEFT and transformers know the type HF_SPEC, without an import of PEFT.
+"""Register the type HF_SPEC with PEFT and transformers, without importing PEFT.
 
-PEFT takes as long to import as all the rest of this package, and imports bitsandbytes where that is
-installed. So the type is registered as soon as someone else has imported PEFT, or has already.
+PEFT takes as long to import as the rest of this package, and imports bitsandbytes if that is
+installed. So the type is registered once someone else has imported PEFT.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from transformers.integrations.peft import PeftAdapterMixin
 from hf_spec.adapters.folder import is_adapter, load_adapter
 from hf_spec.common.errors import AssistantError
 
-# Attribute of the wrapper that holds what it wraps.
-_WRAPPED = "_hf_spec_wrapped"
+# Attribute of the wrapper with the wrapped method.
+WRAPPED = "_hf_spec_wrapped"
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls `then` when `name` has been imported; finds nothing by itself."""
+    """Calls `then` after the import of `name`; the other finders find the module."""
 
     def __init__(self, name: str, then: Callable[[], None]):
         self._name, self._then = name, then
@@ -34,13 +34,13 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders find, with `then` after it."""
+        """Return the spec of the other finders, whose loader then calls `then`."""
         if name != self._name:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((one for one in found if one is not None), None)
-        # Asking for a spec, as those do who only want to know whether PEFT is there, runs nothing.
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        # `then` is called by the loader: many callers only test whether PEFT is installed.
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
@@ -53,7 +53,7 @@ class _AfterImport(MetaPathFinder):
 
 
 def _register() -> None:
-    # By name: it may be this very module that imports PEFT, and be half done.
+    # By name, since that module may be the one that is importing PEFT right now.
     importlib.import_module("hf_spec.generation.peft_type")
 
 
@@ -61,27 +61,27 @@ _AFTER_PEFT = _AfterImport("peft", _register)
 
 
 def enable() -> None:
-    """Make PEFT know the type, and transformers' `load_adapter` read it; twice is harmless."""
+    """Register the type with PEFT and wrap transformers' `load_adapter`. May be called twice."""
     if "peft" in sys.modules:
         _register()
     elif _AFTER_PEFT not in sys.meta_path:
         sys.meta_path.insert(0, _AFTER_PEFT)
-    if not hasattr(PeftAdapterMixin.load_adapter, _WRAPPED):
+    if not hasattr(PeftAdapterMixin.load_adapter, WRAPPED):
         wrapped = _wrap(PeftAdapterMixin.load_adapter)
         PeftAdapterMixin.load_adapter = wrapped  # type: ignore[method-assign]
 
 
 def disable() -> None:
-    """Give transformers' `load_adapter` back as it was; a PEFT that knows the type keeps it."""
+    """Restore transformers' `load_adapter`. The type stays registered with PEFT."""
     if _AFTER_PEFT in sys.meta_path:
         sys.meta_path.remove(_AFTER_PEFT)
-    original = getattr(PeftAdapterMixin.load_adapter, _WRAPPED, None)
+    original = getattr(PeftAdapterMixin.load_adapter, WRAPPED, None)
     if original is not None:
         PeftAdapterMixin.load_adapter = original  # type: ignore[method-assign]
 
 
 def _wrap(original: Any) -> Any:
-    """The original reads files by itself, a pickle too; adapters of ours go past it."""
+    """Return a method that loads our adapters itself; the original would unpickle files."""
 
     @functools.wraps(original)
     def load_adapter_(
@@ -91,24 +91,24 @@ def _wrap(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        where = _download_arguments(kwargs)
-        if peft_model_id is None or not is_adapter(peft_model_id, **where):
+        source = _download_arguments(kwargs)
+        if peft_model_id is None or not is_adapter(peft_model_id, **source):
             return original(self, peft_model_id, adapter_name, *args, **kwargs)
         from hf_spec.generation.peft_type import NOT_TRAINED_HERE, attach
 
         if kwargs.get("is_trainable"):
             raise AssistantError(NOT_TRAINED_HERE)
-        attach(self, load_adapter(peft_model_id, **where), adapter_name or "default")
+        attach(self, load_adapter(peft_model_id, **source), adapter_name or "default")
         return None
 
-    setattr(load_adapter_, _WRAPPED, original)
+    setattr(load_adapter_, WRAPPED, original)
     return load_adapter_
 
 
 def _download_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Revision and token, from where transformers looks for them."""
-    given: dict[str, Any] = {}
-    given.update(getattr(kwargs.get("load_config"), "download_kwargs", None) or {})
-    given.update(kwargs.get("download_kwargs") or {})
-    given.update(kwargs.get("adapter_kwargs") or {})
-    return {name: given.get(name) for name in ("revision", "token")}
+    """Return revision and token from the arguments in which transformers accepts them."""
+    merged: dict[str, Any] = {}
+    merged.update(getattr(kwargs.get("load_config"), "download_kwargs", None) or {})
+    merged.update(kwargs.get("download_kwargs") or {})
+    merged.update(kwargs.get("adapter_kwargs") or {})
+    return {name: merged.get(name) for name in ("revision", "token")}

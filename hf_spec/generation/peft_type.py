@@ -1,13 +1,13 @@
-"""The PEFT type HF_SPEC: PEFT and transformers load, choose and save adapters of this library.
+"""The PEFT type HF_SPEC: PEFT and transformers load, select and save our adapters.
 
     model.load_adapter(folder)
     PeftModel.from_pretrained(model, folder)
 
-An adapter takes no part in the model's forward pass, whose output is the same bit for bit. It is
+An adapter takes no part in the model's forward pass, so the output stays bit-identical. It is
 attached to the model in a module without weights, where `generate(spec_strategy=...)` finds it. A
-LoRA beside it works as if it were alone.
+LoRA in the same model is not affected.
 
-Importing this module makes PEFT know the type; `peft_hook` sees to it.
+Importing this module registers the type with PEFT; `peft_hook` does so.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from hf_spec.methods.loading import cached_adapter
 
 @dataclass
 class SpecPeftConfig(PeftConfig):
-    """The config of an adapter as PEFT keeps it.
+    """Config of an adapter in PEFT.
 
     Attributes:
         method, options, base: see `SpecAdapter`.
-        adapter: what was read together with it, None if nothing was.
+        adapter: the adapter that was loaded with the config, if any.
     """
 
     task_type: Any = "CAUSAL_LM"
@@ -42,7 +42,7 @@ class SpecPeftConfig(PeftConfig):
     options: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
 
-    # No field: it is not part of the file.
+    # A ClassVar, because dataclass fields are written to the file.
     adapter: ClassVar[SpecAdapter | None] = None
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class SpecPeftConfig(PeftConfig):
 
     @classmethod
     def of(cls, adapter: SpecAdapter) -> SpecPeftConfig:
-        """The config of `adapter`, for use as it is."""
+        """Return the config of `adapter`, for inference."""
         config = cls(
             base_model_name_or_path=adapter.base.name,
             inference_mode=True,
@@ -66,7 +66,7 @@ class SpecPeftConfig(PeftConfig):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
     ) -> SpecPeftConfig:
-        """Read a whole adapter, before PEFT touches a file or the model."""
+        """Load the whole adapter, before PEFT reads a file or changes the model."""
         name = Path(pretrained_model_name_or_path, subfolder or "")
         return cls.of(
             load_adapter(name, revision=kwargs.get("revision"), token=kwargs.get("token"))
@@ -74,16 +74,16 @@ class SpecPeftConfig(PeftConfig):
 
 
 class SpecLayer(nn.Module, BaseTunerLayer):
-    """The adapters of a model: PEFT switches them here as it does in a layer of a LoRA.
+    """The adapters of a model, which PEFT switches as in the layers of a LoRA.
 
     Attributes:
-        adapters: by the names that PEFT knows them by.
+        adapters: by their names in PEFT.
     """
 
-    # Not weights: PEFT need not cast, freeze or save them.
+    # No weights, so PEFT does not cast, freeze or save them.
     adapter_layer_names = ()
     other_param_names = ("adapters",)
-    # It wraps no layer whose they would be.
+    # There is no wrapped layer.
     weight = None  # type: ignore[assignment]
     bias = None  # type: ignore[assignment]
 
@@ -96,37 +96,37 @@ class SpecLayer(nn.Module, BaseTunerLayer):
 
     @property
     def active(self) -> list[SpecAdapter]:
-        """The adapters that are switched on."""
+        """The active adapters."""
         if self._disable_adapters:
             return []
         return [self.adapters[name] for name in self.active_adapters]
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
-        """Choose among the adapters here; a name of none of them, as of a LoRA, changes nothing."""
+        """Activate adapters; names of other adapters, such as a LoRA, change nothing."""
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-        known = [name for name in names if name in self.adapters]
-        if known or not names:
-            self._active_adapter = known
+        selected = [name for name in names if name in self.adapters]
+        if selected or not names:
+            self._active_adapter = selected
 
     def extra_repr(self) -> str:
-        """Names and methods."""
+        """Return names and methods of the adapters."""
         return ", ".join(f"{name}: {adapter.method}" for name, adapter in self.adapters.items())
 
 
 class SpecTuner(BaseTuner):
-    """What PEFT makes of a model and a config of this type."""
+    """Attaches adapters of this type to a model for PEFT."""
 
     prefix = f"{PEFT_TYPE.lower()}_"
     tuner_layer_cls = SpecLayer
 
     def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Attach an adapter to `model` once it is known to fit; else the model is as it was."""
+        """Attach an adapter to `model`; an adapter that does not fit leaves it unchanged."""
         config = self.peft_config[adapter_name]
         try:
             adapter = _usable(config)
             cached_adapter(adapter, model)
         except SpecError:
-            # The same dictionary as the model's, if another adapter has been there before.
+            # This may be the model's own dictionary.
             del self.peft_config[adapter_name]
             raise
         layer = spec_layer(model)
@@ -141,15 +141,15 @@ class SpecTuner(BaseTuner):
         raise NotImplementedError("no layer of the model is replaced")
 
     def unload(self) -> nn.Module:
-        """Take the adapters off the model, which is returned."""
+        """Remove the adapters from the model and return it."""
         delattr(self.model, LAYER_NAME)
         return super().unload()
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """The same: there is nothing to merge."""
+        """Do the same as `unload`: there is nothing to merge."""
         return self.unload()
 
-    # How PEFT turns what it finds in a model into a file, and back. Here both is the adapter's.
+    # PEFT converts between the weights of a model and a file; here both are the adapter's.
 
     @classmethod
     def _get_adapter_state_dict(
@@ -166,44 +166,44 @@ class SpecTuner(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Nothing: the weights came with the config. Others cannot take their place."""
-        known = _usable(config).tensors
-        given, _ = dequantize(state_dict, f"the adapter {adapter_name!r}")
-        same = known.keys() == given.keys() and all(
-            known[name].equal(tensor.to(known[name])) for name, tensor in given.items()
+        """Return nothing to load: the weights came with the config and cannot be replaced."""
+        loaded = _usable(config).tensors
+        tensors, _ = dequantize(state_dict, f"the adapter {adapter_name!r}")
+        same = loaded.keys() == tensors.keys() and all(
+            loaded[name].equal(tensor.to(loaded[name])) for name, tensor in tensors.items()
         )
         if not same:
             raise AssistantError(
-                f"the adapter {adapter_name!r} is loaded already, with other weights; delete it "
-                "first, or give the new one another adapter_name"
+                f"the adapter {adapter_name!r} is already loaded with other weights; delete it "
+                "first, or pass another adapter_name"
             )
         return {}
 
 
 def spec_layer(model: nn.Module) -> SpecLayer | None:
-    """The module with the adapters of `model`, None if there is none."""
+    """Return the module with the adapters of `model`, None if there is none."""
     layer = getattr(model, LAYER_NAME, None)
     return layer if isinstance(layer, SpecLayer) else None
 
 
 def attach(model: Any, adapter: SpecAdapter, name: str) -> None:
-    """Put `adapter` on `model` as transformers' `load_adapter` puts one."""
+    """Attach `adapter` to `model` like transformers' `load_adapter`."""
     if name in getattr(model, "peft_config", {}):
-        raise AssistantError(f"there is an adapter {name!r} already; pass another adapter_name")
+        raise AssistantError(f"the adapter {name!r} already exists; pass another adapter_name")
     inject_adapter_in_model(SpecPeftConfig.of(adapter), model, name)
     model._hf_peft_config_loaded = True
 
 
 NOT_TRAINED_HERE = (
-    "an adapter of hf_spec is not trained through PEFT, as it has no part in the model's forward "
-    "pass; use `hf-spec train`"
+    "PEFT cannot train an adapter of hf_spec, which takes no part in the model's forward pass; use "
+    "`hf-spec train`"
 )
 
 
 def _usable(config: Any) -> SpecAdapter:
     if config.adapter is None:
         raise AssistantError(
-            "a config of type HF_SPEC without its weights makes no adapter; load the folder: "
+            "a config of type HF_SPEC without its weights is not an adapter; load the folder: "
             "model.load_adapter(folder) or PeftModel.from_pretrained(model, folder)"
         )
     if not config.inference_mode:
@@ -212,7 +212,7 @@ def _usable(config: Any) -> SpecAdapter:
 
 
 def _add_member(name: str) -> None:
-    """Add a member to PEFT's enum of types, which has no way of its own to take one."""
+    """Add a member to PEFT's enum of types, which has no public way to do so."""
     member = str.__new__(PeftType, name)
     member._name_ = member._value_ = name
     PeftType._member_names_.append(name)

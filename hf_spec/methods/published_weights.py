@@ -131,9 +131,9 @@ class OutputHead(FewTokensHead):
         self.full_size = sizes_of(target)[1]
         self.vocabulary = None if vocabulary is None else vocabulary.to(weight.device)
 
-    def known(self, hidden: Tensor) -> Tensor:
+    def draft_logits(self, hidden: Tensor) -> Tensor:
         """(..., width) -> (..., R) logits of the tokens in `vocabulary`."""
-        return super().known(hidden.to(self.dtype))
+        return super().draft_logits(hidden.to(self.dtype))
 
 
 @dataclass(frozen=True)

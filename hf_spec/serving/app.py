@@ -1,4 +1,4 @@
-"""The server: transformers' handlers behind checks, with `/metrics` and OpenAI's error objects."""
+"""Start of the server: package check, model loading and uvicorn."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hf_spec.common.errors import OptionError
 from hf_spec.common.installing import how_to_install
 from hf_spec.serving.manager import SpeculativeManager
 
-# After a signal: seconds until answers that go on end with an error, and until connections are
-# closed whatever they do.
+# Seconds after a signal until running responses end with an error, and until all connections are
+# closed.
 DRAIN_SECONDS, CLOSE_SECONDS = 5, 8
 
 
 def check_packages() -> None:
-    """Raise `OptionError` where transformers' server cannot run for lack of packages."""
+    """Raise `OptionError` if packages of transformers' server are missing."""
     if not is_serve_available():
         raise OptionError(
             "transformers' server needs fastapi, uvicorn and openai: " + how_to_install("serve")
@@ -25,15 +25,15 @@ def check_packages() -> None:
 
 
 def load_app(name: str, manager: SpeculativeManager, **options: Any) -> Any:
-    """Load the model to serve and return the FastAPI app that answers with it.
+    """Load the model and return the FastAPI app.
 
     Args:
-        name: folder or Hub id of the model, also the name that clients give it.
-        manager: generates the answers; opens the model here.
+        name: folder or Hub id of the model, also its name in requests.
+        manager: opens the model and generates the responses.
         options: further arguments of transformers' `ModelManager`, such as `device` and `dtype`.
 
     Raises:
-        SpecError: if the model cannot be served.
+        SpecError: if the model is unsupported.
     """
     from hf_spec.serving.handlers import ServedModel
     from hf_spec.serving.routes import build_app
@@ -45,9 +45,9 @@ def load_app(name: str, manager: SpeculativeManager, **options: Any) -> Any:
 
 
 def make_server(app: Any, manager: SpeculativeManager, host: str, port: int) -> Any:
-    """Return the uvicorn server that runs the app until a signal ends it.
+    """Return the uvicorn server that runs the app until a signal.
 
-    Answers that go on may take `DRAIN_SECONDS` then. After that they end with an error.
+    Running responses then have `DRAIN_SECONDS` to finish before they end with an error.
     """
     import uvicorn
 

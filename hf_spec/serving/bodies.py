@@ -1,4 +1,4 @@
-"""Bodies of requests; FastAPI checks their types and makes `/openapi.json` from them."""
+"""Request bodies; FastAPI validates them and builds `/openapi.json` from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_spec.serving.checks import MAX_NUMBER
 
 Text: TypeAlias = Annotated[str, Field(strict=True)]
 Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1, le=MAX_NUMBER)]
-# The length of a list is checked against the settings of the server.
+# The list length is checked against the server settings.
 Stop: TypeAlias = Text | list[Text] | None
 
 
@@ -19,7 +19,7 @@ def _number(low: float, high: float) -> Any:
 
 
 class TextRequest(BaseModel):
-    """Fields that all endpoints for text share; each rejects names that it does not know."""
+    """Fields of all text endpoints; the handlers reject unknown fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -31,12 +31,12 @@ class TextRequest(BaseModel):
     generation_config: Annotated[Text, Field(description="JSON of a GenerationConfig")] | None = (
         None
     )
-    # One answer a request.
+    # One completion per request.
     n: Literal[1] | None = None
 
 
 class Message(BaseModel):
-    """One message of a chat; chat templates may read further fields."""
+    """Message of a chat; chat templates may use further fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -51,7 +51,7 @@ class ChatRequest(TextRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None
-    # transformers adds 1 and takes it as the repetition penalty, which is above 0.
+    # transformers adds 1 and uses it as repetition penalty, which must be positive.
     frequency_penalty: float | None = _number(-0.99, 2)
     logit_bias: (
         dict[

@@ -1,7 +1,7 @@
-"""Checks of a request before anything runs, with the limits of the server.
+"""Validation of a request against the limits of the server, before generation starts.
 
-Endpoints write the fields of a body into a generation config, and a request may bring one of its
-own. So most limits and ranges are checked there, once for all endpoints.
+Endpoints write body fields into a generation config, and a request may contain a config itself. So
+most limits and ranges are checked on the config, once for all endpoints.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.generation.hook import STORED
 from hf_spec.serving.settings import ServeSettings
 
-# Longest prompt with its answer where neither the model nor the settings have a limit.
+# Maximum length of prompt and output if neither the model nor the settings have a limit.
 MAX_LENGTH = 32768
-# Most values in one setting of a generation config, such as the ids of `bad_words_ids`. Some
-# processors take a time in proportion, in every step of the whole batch.
+# Maximum number of values in one setting, such as the ids of `bad_words_ids`. The time of some
+# processors is proportional to it in every step of the whole batch.
 MAX_VALUES = 4096
 MAX_NUMBER = 2**31 - 1
-# Scores are divided by it in float32; 0 means greedy decoding.
+# Logits are divided by the temperature in float32; 0 means greedy decoding.
 MIN_TEMPERATURE = 1e-3
 
-# Settings that a field of another name sets.
+# Settings that are set by a field of another name.
 FIELDS = {"sequence_bias": "logit_bias (sequence_bias)"}
-# Settings that hold token ids, one or more.
+# Settings that contain token ids.
 TOKEN_SETTINGS = {
     "bos_token_id",
     "pad_token_id",
@@ -42,7 +42,7 @@ TOKEN_SETTINGS = {
     "bad_words_ids",
     "force_words_ids",
 }
-# Bounds that transformers leaves to the processor or does not have. It checks others itself.
+# Bounds that transformers does not check in the config.
 RANGES = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -56,7 +56,7 @@ RANGES = {
     "encoder_repetition_penalty": (0.01, 100.0),
     "no_repeat_ngram_size": (0, 1024),
     "encoder_no_repeat_ngram_size": (0, 1024),
-    # Each of these multiplies the work and the memory of a request.
+    # Each of these multiplies the compute and memory of a request.
     "num_return_sequences": (1, 1),
     "num_beams": (1, 1),
     "num_beam_groups": (1, 1),
@@ -64,69 +64,70 @@ RANGES = {
 
 
 def check_body(body: Mapping[str, Any], settings: ServeSettings) -> None:
-    """Check the fields of a body against the settings of the server.
+    """Check the fields of a body against the server settings.
 
     Raises:
-        OptionError: names the field, its value and what is allowed.
+        OptionError: with the field, its value and the allowed values.
     """
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if settings.max_tokens is not None and (body.get(name) or 0) > settings.max_tokens:
             raise OptionError(
-                f"{name}={body[name]}: an answer may have {settings.max_tokens} tokens"
+                f"{name}={body[name]}: the output may have {settings.max_tokens} tokens"
             )
     _check_template(body, settings)
     _check_config_text(body.get("generation_config"))
 
 
 def _check_template(body: Mapping[str, Any], settings: ServeSettings) -> None:
-    """Reject a client's chat template, and variables that are arguments of the call instead."""
-    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    """Reject chat templates in requests, and template variables that are call arguments."""
+    arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     for name, value in (body.get("chat_template_kwargs") or {}).items():
         if name == "chat_template":
             if not settings.client_templates:
                 raise OptionError(
-                    f"chat_template_kwargs holds chat_template={value!r:.60}: this server renders "
-                    "the template of its model; start it with --client-templates to allow others"
+                    f"chat_template_kwargs contains chat_template={value!r:.60}: this server uses "
+                    "its model's template; start it with --client-templates to allow others"
                 )
-        elif name in own:
+        elif name in arguments:
             raise OptionError(
-                f"chat_template_kwargs holds {name}={value!r:.60}: this is an argument of the call "
-                "and not a variable of the template; leave it out"
+                f"chat_template_kwargs contains {name}={value!r:.60}: this is an argument of the "
+                "call, not a template variable; leave it out"
             )
 
 
 def _check_config_text(text: str | None) -> None:
-    """Check the names in the JSON of a request's own generation config."""
+    """Check the names in the JSON generation config of a request."""
     if text is None:
         return
-    given = json.loads(text)
-    if not isinstance(given, dict):
+    config = json.loads(text)
+    if not isinstance(config, dict):
         raise OptionError(f"generation_config={text!r:.60} must be the JSON of an object")
-    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    if unknown := sorted(given.keys() - known - STORED.keys()):
-        raise OptionError(f"generation_config holds {unknown[0]!r:.60}, which is not a setting")
+    settings = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    if unknown := sorted(config.keys() - settings - STORED.keys()):
+        raise OptionError(f"generation_config contains {unknown[0]!r:.60}, which is not a setting")
 
 
 def check_config(config: GenerationConfig, model: PreTrainedModel, settings: ServeSettings) -> None:
-    """Check every setting that differs from the model's own generation config.
+    """Check every setting that differs from the model's generation config.
 
     Raises:
-        OptionError: names the setting, its value and what is allowed.
+        OptionError: with the setting, its value and the allowed values.
     """
     vocab = vocabulary_size(model)
     for name, value in vars(config).items():
-        own = getattr(model.generation_config, name, None)
-        if name.startswith("_") or value is None or value == own:
+        default = getattr(model.generation_config, name, None)
+        if name.startswith("_") or value is None or value == default:
             continue
         wrong = f"{FIELDS.get(name, name)}={value!r:.60}"
         numbers = list(_numbers(value))
         if len(numbers) > MAX_VALUES:
-            raise OptionError(f"{wrong} holds {len(numbers)} values; it may have {MAX_VALUES}")
+            raise OptionError(f"{wrong} has {len(numbers)} values; it may have {MAX_VALUES}")
         for number in numbers:
-            # Written so that NaN is wrong, too.
+            # In this form NaN is rejected too.
             if not abs(number) <= MAX_NUMBER:
                 raise OptionError(
-                    f"{wrong} holds {number!r:.30}; numbers must be finite and at most {MAX_NUMBER}"
+                    f"{wrong} contains {number!r:.30}; numbers must be finite and at most "
+                    f"{MAX_NUMBER}"
                 )
         _check_range(name, value, wrong)
         _check_tokens(name, value, wrong, vocab)
@@ -136,7 +137,7 @@ def check_config(config: GenerationConfig, model: PreTrainedModel, settings: Ser
 def fit_to_context(
     config: GenerationConfig, model: PreTrainedModel, prompt_len: int, settings: ServeSettings
 ) -> None:
-    """Shorten the answer to what the limits allow; it then ends with `finish_reason` "length".
+    """Limit the output length; at the limit it ends with `finish_reason` "length".
 
     Raises:
         OptionError: if the prompt is too long.
@@ -150,8 +151,7 @@ def fit_to_context(
         )
     if prompt_len >= longest:
         raise OptionError(
-            f"the prompt has {prompt_len} tokens, and with its answer it may have {longest}; "
-            "shorten it"
+            f"the prompt has {prompt_len} tokens; prompt and output may have {longest}; shorten it"
         )
     room = min(longest - prompt_len, settings.max_tokens or longest)
     if config.max_new_tokens is not None:
@@ -161,7 +161,7 @@ def fit_to_context(
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return the number of tokens that have both an embedding and a score."""
+    """Return the number of token ids with both an embedding and a logit."""
     head: Any = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     sizes = [num_embeddings(model), *([] if weight is None else [weight.shape[0]])]
@@ -184,7 +184,7 @@ def _check_tokens(name: str, value: Any, wrong: str, vocab: int) -> None:
     if name == "sequence_bias":
         pairs = list(value.items() if isinstance(value, dict) else value)
         if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
-            raise OptionError(f"{wrong} must hold pairs of token ids and a number")
+            raise OptionError(f"{wrong} must contain pairs of token ids and a number")
         if not all(isinstance(bias, (int, float)) for _, bias in pairs):
             raise OptionError(f"{wrong}: a bias must be a number")
         value = [ids for ids, _ in pairs]
@@ -194,21 +194,21 @@ def _check_tokens(name: str, value: Any, wrong: str, vocab: int) -> None:
         whole = isinstance(token, int) and not isinstance(token, bool)
         if not whole or not 0 <= token < vocab:
             raise OptionError(
-                f"{wrong} holds {token!r:.30}; token ids of this model are 0 to {vocab - 1}"
+                f"{wrong} contains {token!r:.30}; token ids of this model are 0 to {vocab - 1}"
             )
 
 
 def _check_stop_strings(strings: Any, settings: ServeSettings) -> None:
     if strings is None:
         return
-    found = [strings] if isinstance(strings, str) else strings
-    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
-        raise OptionError(f"stop={strings!r:.60} must be a text or a list of texts, none empty")
-    if len(found) > settings.max_stop:
-        raise OptionError(f"stop holds {len(found)} texts; a request may have {settings.max_stop}")
-    if (longest := max(map(len, found), default=0)) > settings.max_stop_length:
+    stops = [strings] if isinstance(strings, str) else strings
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+        raise OptionError(f"stop={strings!r:.60} must be a non-empty string or a list of them")
+    if len(stops) > settings.max_stop:
+        raise OptionError(f"stop has {len(stops)} strings; a request may have {settings.max_stop}")
+    if (longest := max(map(len, stops), default=0)) > settings.max_stop_length:
         raise OptionError(
-            f"stop holds a text of {longest} characters; each may have {settings.max_stop_length}"
+            f"stop has a string of {longest} characters; each may have {settings.max_stop_length}"
         )
 
 

@@ -1,10 +1,10 @@
-"""Errors of a request, with the HTTP status and the fields of OpenAI's error object."""
+"""Request errors with HTTP status and OpenAI's error object."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# The `type` of OpenAI's error object by status; 4xx and 5xx have defaults of their own.
+# `type` of OpenAI's error object by status; other 4xx and 5xx have defaults.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -13,13 +13,13 @@ _TYPES = {
 
 
 class RequestError(Exception):
-    """A request that gets an error as its answer.
+    """Error that is returned as the response of a request.
 
     Attributes:
         status: HTTP status.
-        param: the field that is wrong, if it is one.
-        code: OpenAI's code of the error, if it has one.
-        headers: further headers of the response.
+        param: invalid field, if any.
+        code: OpenAI's error code, if any.
+        headers: additional response headers.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the response."""
+        """JSON body of the response."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
-        # A request may hold lone surrogates, which no response can be encoded with.
+        # A quoted request may contain lone surrogates, which cannot be encoded.
         message = str(self).encode("utf-8", "replace").decode()
         kind = _TYPES.get(self.status, default)
         error = {"message": message, "type": kind, "param": self.param, "code": self.code}
@@ -45,7 +45,7 @@ class RequestError(Exception):
 
 
 class QueueFullError(RequestError):
-    """Too many requests wait."""
+    """Full queue of waiting requests."""
 
     def __init__(self, waiting: int):
         super().__init__(
@@ -54,14 +54,14 @@ class QueueFullError(RequestError):
 
 
 class StoppedError(RequestError):
-    """The server ended before the answer was complete, or before it began."""
+    """Shutdown before the response was complete."""
 
     def __init__(self) -> None:
-        super().__init__(503, "the server is stopping, so the answer is not complete")
+        super().__init__(503, "the server is stopping; the response is incomplete")
 
 
 class SequenceError(RequestError):
-    """The settings of a request raised an error while its sequence was generated."""
+    """Error raised by the settings of a request during generation."""
 
     def __init__(self, message: str):
-        super().__init__(422, f"the answer cannot be generated with these settings: {message}")
+        super().__init__(422, f"the response cannot be generated with these settings: {message}")

@@ -1,4 +1,4 @@
-"""ASGI middleware around the endpoints: who may ask, how much, and when a client has left."""
+"""ASGI middleware: access control, body size limit, and cancellation on disconnect."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from fastapi.responses import JSONResponse
+
 from hf_spec.serving.errors import RequestError
 from hf_spec.serving.settings import ServeSettings, is_loopback
 
@@ -21,12 +23,12 @@ Send = Callable[[Message], Awaitable[None]]
 
 REQUEST_ID = "x-request-id"
 LONGEST_ID = 128
-# The one path that needs no key: whoever restarts a server that has ended may not have it.
+# Paths without API key: a supervisor that restarts the server may not have it.
 OPEN_PATHS = ("/health",)
 
 
 class ResponseCounter:
-    """Counts responses by route and status, and gives each the id of its request."""
+    """Middleware that counts responses by route and status and adds the request id header."""
 
     def __init__(self, app: Any, responses: Counter[tuple[str, int]]):
         self.app, self.responses = app, responses
@@ -39,7 +41,7 @@ class ResponseCounter:
         request_id = _headers(scope).get(REQUEST_ID, "")[:LONGEST_ID] or str(uuid.uuid4())
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def watched(message: Message) -> None:
+        async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._count(scope, message["status"])
                 name = (REQUEST_ID.encode(), request_id.encode("latin-1"))
@@ -47,23 +49,23 @@ class ResponseCounter:
             await send(message)
 
         try:
-            await self.app(scope, receive, watched)
+            await self.app(scope, receive, counting_send)
         except Exception:
             self._count(scope, 500)
             raise
 
     def _count(self, scope: Scope, status: int) -> None:
-        # Requests to unknown paths add no lines.
+        # All unknown paths share one counter.
         route = getattr(scope.get("route"), "path", "none")
         self.responses[route, status] += 1
 
 
 class AccessGuard:
-    """Checks the host, the origin and the key of a request, and the size of its body.
+    """Middleware that checks host, origin, API key and body size.
 
-    A page in a browser can send requests to this machine, and with a DNS name of its own that
-    points here it can read the answers. A server on a loopback address is therefore only known by
-    loopback names and by those that the settings allow, and pages of others may not ask it.
+    A web page can send requests to this machine, and with a DNS name that points here it can also
+    read the responses (DNS rebinding). A server on a loopback address therefore accepts only
+    loopback names and `allowed_hosts` as host and origin.
     """
 
     def __init__(self, app: Any, settings: ServeSettings):
@@ -72,7 +74,7 @@ class AccessGuard:
         self._names = {name.lower().strip("[]") for name in names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or answer with an error."""
+        """Serve one request, or send an error."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -80,32 +82,32 @@ class AccessGuard:
             self._check(scope)
             body = await self._body(_headers(scope), receive)
         except RequestError as error:
-            await _answer(error, scope, receive, send)
+            response = JSONResponse(error.body, error.status, error.headers)
+            await response(scope, receive, send)
             return
         if body is not None:
-            await _until_gone(self.app, scope, body, receive, send)
+            await _serve_until_disconnect(self.app, scope, body, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers, settings = _headers(scope), self._settings
         if settings.is_loopback or settings.allowed_hosts:
-            host = _name_of(f"//{headers.get('host', '')}")
-            if not self._knows(host):
+            host, origin = headers.get("host", ""), headers.get("origin")
+            if not self._is_allowed(f"//{host}"):
                 raise RequestError(
                     403,
-                    f"Host {headers.get('host', '')!r:.200} is not a name of this server; start "
-                    "it with --allowed-hosts to add one",
+                    f"Host {host!r:.200} is not a name of this server; start it with "
+                    "--allowed-hosts to add it",
                 )
-            origin = headers.get("origin")
-            if origin is not None and not self._knows(_name_of(origin)):
+            if origin is not None and not self._is_allowed(origin):
                 raise RequestError(
                     403,
-                    f"Origin {origin!r:.200} may not ask this server; start it with "
-                    "--allowed-hosts to add one",
+                    f"Origin {origin!r:.200} is not allowed; start the server with "
+                    "--allowed-hosts to add it",
                 )
         if settings.api_key is not None and scope["path"] not in OPEN_PATHS:
-            given = headers.get("authorization", "")
+            credentials = headers.get("authorization", "")
             expected = f"Bearer {settings.api_key}"
-            if not hmac.compare_digest(given.encode(), expected.encode()):
+            if not hmac.compare_digest(credentials.encode(), expected.encode()):
                 raise RequestError(
                     401,
                     'this server needs an API key: send the header "Authorization: Bearer KEY"',
@@ -113,11 +115,16 @@ class AccessGuard:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
 
-    def _knows(self, name: str) -> bool:
+    def _is_allowed(self, url: str) -> bool:
+        """Return True if the host of a URL is a loopback name or an allowed one."""
+        try:
+            name = (urlsplit(url).hostname or "").lower()
+        except ValueError:
+            return False
         return is_loopback(name) or name in self._names
 
     async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes | None:
-        """Return the whole body, or None if the client leaves before its end."""
+        """Return the whole body, or None if the client disconnects first."""
         limit = self._settings.max_body
         length = headers.get("content-length", "")
         size = int(length) if length.isdecimal() else 0
@@ -129,7 +136,7 @@ class AccessGuard:
                     413,
                     f"the body has more than {limit} bytes; send less, or start the server with "
                     "a larger --max-body",
-                    # The rest of the body is not read.
+                    # The rest of the body stays unread.
                     headers={"Connection": "close"},
                 )
             message = await receive()
@@ -141,18 +148,20 @@ class AccessGuard:
         return b"".join(parts)
 
 
-async def _until_gone(app: Any, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-    """Serve a request; cancel it when its client leaves."""
-    gone = asyncio.Event()
+async def _serve_until_disconnect(
+    app: Any, scope: Scope, body: bytes, receive: Receive, send: Send
+) -> None:
+    """Serve a request; cancel it if the client disconnects."""
+    disconnected = asyncio.Event()
     unread, complete = [body], False
 
     async def replay() -> Message:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        await gone.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
-    async def watched(message: Message) -> None:
+    async def tracking_send(message: Message) -> None:
         nonlocal complete
         await send(message)
         complete = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -160,36 +169,22 @@ async def _until_gone(app: Any, scope: Scope, body: bytes, receive: Receive, sen
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone.set()
+        disconnected.set()
 
-    answer = asyncio.ensure_future(app(scope, replay, watched))
+    response = asyncio.ensure_future(app(scope, replay, tracking_send))
     watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait({answer, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done() and not complete:
-            answer.cancel()
+        await asyncio.wait({response, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not response.done() and not complete:
+            response.cancel()
             with suppress(asyncio.CancelledError):
-                await answer
+                await response
             return
-        await answer
+        await response
     finally:
         watcher.cancel()
-        answer.cancel()
+        response.cancel()
 
 
 def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-def _name_of(url: str) -> str:
-    """Return the host of a URL, empty where there is none."""
-    try:
-        return (urlsplit(url).hostname or "").lower()
-    except ValueError:
-        return ""
-
-
-async def _answer(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
-    from fastapi.responses import JSONResponse
-
-    await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Generation for the handlers of transformers' server: all requests in one speculative batch."""
+"""Generation manager for transformers' handlers: all requests in one speculative batch."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from hf_spec.serving.errors import RequestError, StoppedError
 from hf_spec.serving.scheduler import Scheduler
 from hf_spec.serving.settings import ServeSettings
 
-# Where a generation config holds a strategy.
+# Name of the strategy in a generation config.
 STORED = "spec_strategy"
-# Inputs of a prompt that is text alone.
+# Inputs of a text-only prompt.
 TEXT_INPUTS = {"input_ids", "attention_mask"}
 
 
 class SpeculativeManager:
-    """The scheduler of the served model, and what its requests share.
+    """Scheduler of the served model and shared state of its requests.
 
-    `strategy` is a name or a config, None for the one that is stored in the model's generation
-    config, or else "auto".
+    `strategy` is a name or a config. None selects the strategy stored in the model's generation
+    config, or "auto" without one.
     """
 
     def __init__(self, strategy: Any, assistant: Any, settings: ServeSettings):
         self._strategy, self.assistant, self.settings = strategy, assistant, settings
         self._scheduler: Scheduler | None = None
         self._stopped = False
-        # Several requests may find a model that is not open.
-        self._opening = threading.Lock()
+        # Concurrent requests may try to open the model.
+        self._open_lock = threading.Lock()
         self.names = map(str, itertools.count())
 
     def open(self, model: PreTrainedModel, processor: Any) -> Scheduler:
-        """Return the scheduler of a model; a model that was loaded again gets a new one.
+        """Return the scheduler of a model; a reloaded model gets a new one.
 
         Raises:
-            SpecError: if the model cannot be served.
-            StoppedError: if the manager has been stopped.
+            SpecError: if the model is unsupported.
+            StoppedError: after `stop`.
         """
-        with self._opening:
+        with self._open_lock:
             if self._stopped:
                 raise StoppedError()
             if self._scheduler is None or self._scheduler.generation.model is not model:
@@ -64,7 +64,7 @@ class SpeculativeManager:
                 stored = getattr(model.generation_config, STORED, None)
                 strategy = self._strategy or stored or "auto"
                 generation = OpenGeneration(model, strategy, self.assistant, processor)
-                # Requests start from this config, so that prompts that run alone find it there.
+                # Requests start from this config; prompts that run alone read the strategy from it.
                 setattr(model.generation_config, STORED, generation.config)
                 settings = self.settings
                 self._scheduler = Scheduler(generation, settings.max_batch, settings.max_waiting)
@@ -72,39 +72,39 @@ class SpeculativeManager:
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The scheduler of the model that is open, if one is."""
+        """Scheduler of the open model, or None."""
         return self._scheduler
 
     @property
     def is_alive(self) -> bool:
-        """True while requests are answered; a model that is not open is opened by the next one."""
+        """True while requests are processed; the next request opens a model that is not open."""
         return not self._stopped and (self._scheduler is None or self._scheduler.is_alive)
 
     def close(self) -> None:
-        """Fail what runs or waits, and forget the model."""
-        with self._opening:
+        """Fail running and waiting requests, and release the model."""
+        with self._open_lock:
             self._end(2.0)
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Fail what runs or waits, and all requests that come later."""
+        """Fail running, waiting and all later requests."""
         self._stopped = True
         self._end(timeout, forget=False)
 
     def _end(self, timeout: float, forget: bool = True) -> None:
         if self._scheduler is not None:
             self._scheduler.stop(timeout)
-            # Its counts are still read when a server has stopped.
+            # Its counters are read after the server has stopped.
             self._scheduler = None if forget else self._scheduler
 
 
 class RequestGeneration(GenerateManager):
-    """Generates the answer of one request: text in the batch, prompts with images alone.
+    """Generation of one response: text in the batch, prompts with images alone.
 
-    `prepare` comes first and may take long, so it is called outside the event loop.
+    `prepare` is called first, outside the event loop, because it can be slow.
     """
 
     def __init__(self, manager: SpeculativeManager):
-        # The thread of the class above is not made: one thread runs the model.
+        # The base class would start a thread; here the scheduler's thread runs the model.
         self._manager = manager
         self._scheduler: Scheduler | None = None
         self._ready: Ready | None = None
@@ -115,8 +115,8 @@ class RequestGeneration(GenerateManager):
         """Check a request and prepare its processors and stop rules.
 
         Raises:
-            SpecError: if a setting is wrong, or cannot be served.
-            ValueError: `generate()`'s errors about its settings.
+            SpecError: if a setting is invalid or unsupported.
+            ValueError: for settings that `generate()` rejects.
         """
         manager = self._manager
         self._scheduler = manager.open(model, processor)
@@ -137,7 +137,7 @@ class RequestGeneration(GenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], DirectStreamer]:
-        """Start an answer; its pieces come through the queue."""
+        """Start a response, streamed through the queue."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         tokenizer = getattr(processor, "tokenizer", processor)
         streamer = _Streamer(tokenizer._tokenizer, loop, queue, response_parser)
@@ -156,25 +156,25 @@ class RequestGeneration(GenerateManager):
         gen_config: GenerationConfig,
         request_id: str,
     ) -> tuple[str, int, Any]:
-        """Return the whole answer: its text, the length of the prompt and the new tokens."""
+        """Return the whole response: text, prompt length and new tokens."""
         prompt_len = inputs["input_ids"].shape[-1]
         if self._ready is None:
-            watch = _Watch()
-            future = self._run_alone(model, processor, inputs, gen_config, watch)
-            watch.future = future
+            stopper = _StopWhenCancelled()
+            future = self._run_alone(model, processor, inputs, gen_config, stopper)
+            stopper.future = future
         else:
             future = self._submit(lambda tokens: None)
         try:
             tokens = await asyncio.wrap_future(future)
         except ValueError as error:
-            # Not one that a client could mend: those were found before.
+            # The client cannot fix it: its errors were found before.
             raise RuntimeError(str(error)) from error
         if self._ready is None:
             tokens = tokens[0, prompt_len:]
         return processor.decode(tokens, skip_special_tokens=True), prompt_len, tokens
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run something with the model to itself."""
+        """Run a function that needs the model exclusively."""
         scheduler = self._scheduler or self._manager.scheduler
         assert scheduler is not None, "the model is opened before it is used"
         with _counted(scheduler):
@@ -183,11 +183,11 @@ class RequestGeneration(GenerateManager):
     def async_submit(
         self, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> asyncio.Future[Any]:
-        """The same, to be awaited."""
+        """Like `submit`, as an awaitable."""
         return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
 
     def stop(self) -> None:
-        """Do nothing: the manager ends what all requests share."""
+        """Do nothing: the manager stops the shared scheduler."""
 
     def _submit(self, on_tokens: Callable[[list[int]], None]) -> Future[list[int]]:
         assert self._scheduler is not None, "prepared before"
@@ -199,71 +199,71 @@ class RequestGeneration(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, config: GenerationConfig, streamer: Any
     ) -> Future[Any]:
         """Queue a call of `generate()`; the strategy is in the generation config."""
-        given = {**inputs, "generation_config": config, "tokenizer": processor}
+        arguments = {**inputs, "generation_config": config, "tokenizer": processor}
         if hasattr(model, "has_talker"):
-            # The answer is text.
-            given["generation_mode"] = "text"
+            # No speech output.
+            arguments["generation_mode"] = "text"
         assistant = self._manager.assistant
-        return self.submit(model.generate, **given, assistant=assistant, streamer=streamer)
+        return self.submit(model.generate, **arguments, assistant=assistant, streamer=streamer)
 
 
 class SpeculativeState(GenerationState):
-    """Gives the handlers of transformers' server the generation of one request."""
+    """Generation state that gives each request of a handler a `RequestGeneration`."""
 
     def __init__(self, manager: SpeculativeManager):
         super().__init__()
         self.manager = manager
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
-        """Return what generates one answer; called once per request."""
+        """Return the manager of one response; called once per request."""
         return RequestGeneration(self.manager)
 
     def is_cb_alive(self) -> bool:
-        """What `/health` reports."""
+        """Return the state that `/health` reports."""
         return self.manager.is_alive
 
     def shutdown(self) -> None:
-        """End what runs or waits."""
+        """Stop running and waiting requests."""
         self.manager.stop()
 
 
 class _Streamer(DirectStreamer):
-    """transformers' own, for a sequence that others share their forwards with."""
+    """Streamer of transformers' server for a sequence of the batch."""
 
     _future: Future[Any] | None = None
     _ended = False
 
     def follow(self, future: Future[Any]) -> None:
-        """End with the sequence."""
+        """End the stream when the future of the sequence ends."""
         self._future = future
         future.add_done_callback(self._finish)
 
     def cancel(self) -> None:
-        """Take the sequence out, whether it runs or waits."""
+        """Cancel the sequence, running or waiting."""
         if self._future is not None:
             self._future.cancel()
         super().cancel()
 
     def end(self) -> None:
-        """End a complete answer; `generate()` does this by itself, a batch does not."""
+        """End the stream once; `generate()` calls this, the batch does not."""
         if not self._ended:
             self._ended = True
             super().end()
 
     def _finish(self, future: Future[Any]) -> None:
-        # The event loop is closed: there are no listeners any more.
+        # RuntimeError: the event loop is closed, so there are no listeners.
         with suppress(RuntimeError):
             if future.cancelled():
                 self._enqueue(_StreamError("the request was canceled"))
             elif (error := future.exception()) is not None:
-                # The handler writes it between quotation marks.
+                # The handler puts the text between quotation marks.
                 self._enqueue(_StreamError(json.dumps(str(error))[1:-1]))
             else:
                 self.end()
 
 
-class _Watch(BaseStreamer):
-    """Criterion that ends a call of `generate()` once its client has left."""
+class _StopWhenCancelled(BaseStreamer):
+    """Streamer that stops `generate()` once its future is cancelled."""
 
     future: Future[Any] | None = None
 
@@ -272,12 +272,12 @@ class _Watch(BaseStreamer):
             raise StoppedError()
 
     def end(self) -> None:
-        """Do nothing: there is nothing left to watch."""
+        """Do nothing."""
 
 
 @contextmanager
 def _counted(scheduler: Scheduler) -> Iterator[None]:
-    """Count a request that is rejected before its answer begins."""
+    """Count a request that is rejected before its generation starts."""
     try:
         yield
     except (RequestError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The endpoints of the server."""
+"""Endpoints of the server."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import split_model_id
 
 from hf_spec.serving.bodies import ChatRequest, CompletionRequest, ResponseRequest
-from hf_spec.serving.counts import CONTENT_TYPE, Counts, Load, prometheus_text
 from hf_spec.serving.errors import RequestError
 from hf_spec.serving.guard import AccessGuard, ResponseCounter
 from hf_spec.serving.handlers import Handlers, ServedModel
 from hf_spec.serving.manager import SpeculativeManager
+from hf_spec.serving.metrics import CONTENT_TYPE, Counts, Load, prometheus_text
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "The request is wrong, or too large for the server."},
-    "5XX": {"description": "The server has failed or is stopping."},
+    "4XX": {"description": "Invalid request, or too large for the server."},
+    "5XX": {"description": "Failure or shutdown of the server."},
 }
 
 
 def build_app(model: ServedModel, manager: SpeculativeManager) -> FastAPI:
-    """Return the app for a model that `manager` has opened."""
+    """Return the app for a model opened by `manager`."""
     handlers = Handlers(model, manager)
 
     @asynccontextmanager
@@ -49,20 +49,20 @@ def build_app(model: ServedModel, manager: SpeculativeManager) -> FastAPI:
 
 
 def _add_text(app: FastAPI, handlers: Handlers) -> None:
-    def given(body: Any) -> dict[str, Any]:
+    def fields(body: Any) -> dict[str, Any]:
         return body.model_dump(exclude_unset=True)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        return await handlers.chat.handle_request(given(body), request.state.request_id)
+        return await handlers.chat.handle_request(fields(body), request.state.request_id)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        return await handlers.completions.handle_request(given(body), request.state.request_id)
+        return await handlers.completions.handle_request(fields(body), request.state.request_id)
 
     @app.post("/v1/responses")
     async def responses(request: Request, body: ResponseRequest) -> Response:
-        return await handlers.responses.handle_request(given(body), request.state.request_id)
+        return await handlers.responses.handle_request(fields(body), request.state.request_id)
 
     @app.post("/v1/audio/transcriptions")
     async def audio_transcriptions(request: Request) -> Response:
@@ -76,18 +76,18 @@ def _add_text(app: FastAPI, handlers: Handlers) -> None:
 
 
 def _add_service(app: FastAPI, model: ServedModel, manager: SpeculativeManager) -> None:
-    counted: Counter[tuple[str, int]] = Counter()
-    # The last one that is added comes first.
+    num_responses: Counter[tuple[str, int]] = Counter()
+    # The middleware added last runs first.
     app.add_middleware(AccessGuard, settings=manager.settings)
-    app.add_middleware(ResponseCounter, responses=counted)
+    app.add_middleware(ResponseCounter, responses=num_responses)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model.description]}
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
-        # Clients may merge the slash that begins an absolute path with the one before it.
+    async def get_model(name: str) -> dict[str, Any]:
+        # Clients may merge the leading slash of an absolute path with the one before it.
         model.check(model.name if name == model.name.lstrip("/") else name)
         return model.description
 
@@ -100,7 +100,7 @@ def _add_service(app: FastAPI, model: ServedModel, manager: SpeculativeManager) 
     async def metrics() -> Response:
         scheduler = manager.scheduler
         counts, load = (scheduler.counts, scheduler.load) if scheduler else (Counts(), Load())
-        return Response(prometheus_text(counts, load, counted), media_type=CONTENT_TYPE)
+        return Response(prometheus_text(counts, load, num_responses), media_type=CONTENT_TYPE)
 
 
 def _add_management(app: FastAPI, model: ServedModel, manager: SpeculativeManager) -> None:
@@ -108,8 +108,8 @@ def _add_management(app: FastAPI, model: ServedModel, manager: SpeculativeManage
     async def load_model(body: dict[str, Any]) -> Response:
         model.check(body.get("model"))
         repository, gguf_file = split_model_id(model.name)
-        named = {} if gguf_file is None else {"gguf_file": gguf_file}
-        progress = model.load_model_streaming(model.process_model_name(repository), **named)
+        options = {} if gguf_file is None else {"gguf_file": gguf_file}
+        progress = model.load_model_streaming(model.process_model_name(repository), **options)
         return StreamingResponse(progress, media_type="text/event-stream")
 
     @app.post("/reset")
@@ -124,9 +124,9 @@ async def _request_error(request: Any, error: Any) -> Response:
 
 
 async def _invalid_body(request: Any, error: Any) -> Response:
-    """Name the first field that is wrong, and its value."""
+    """Return status 400 with the first invalid field and its value."""
     first = error.errors()[0]
-    # A place in the body, without the names of the alternatives that a field may be.
+    # `loc` also names the alternatives of a union type, with brackets.
     field = ".".join(str(part) for part in first["loc"][1:] if "[" not in str(part))
     value = f", not {first['input']!r:.60}" if "input" in first else ""
     message = f"{field or 'the body'}: {first['msg']}{value}"
@@ -141,7 +141,7 @@ async def _http_error(request: Any, error: Any) -> Response:
 
 
 async def _failure(request: Any, error: Any) -> Response:
-    # The traceback is in the log; a client learns no more than the message. The connection is
-    # closed, which a client must know before it uses it again.
+    # The client gets only the message; the traceback is in the log. uvicorn closes the connection,
+    # so tell the client not to reuse it.
     message, headers = f"{type(error).__name__}: {error}", {"Connection": "close"}
     return await _request_error(request, RequestError(500, message, headers=headers))

@@ -1,8 +1,8 @@
-"""One thread that runs one model: requests join its batch in the order in which they came.
+"""Scheduler with one thread per model; requests join its batch in order of arrival.
 
-A request is a `Future`: cancelling it takes the sequence out before the next step, wherever it is.
-A sequence whose own settings raise an error gets that error; the others go on.
-The batch lives as long as anything runs, and its memory with it.
+A request is a `Future`. Cancelling it removes the sequence before the next step. An error raised by
+the settings of one sequence ends only this sequence. The batch and its memory exist as long as
+sequences run.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 from hf_spec.common.errors import SpecError
 from hf_spec.common.outputs import SpecRequestOutput, SpecStats
-from hf_spec.engine.decode.open_batch import OpenBatch
+from hf_spec.engine.decode.continuous_batching import OpenBatch
 from hf_spec.generation.open_generation import OpenGeneration, Ready
-from hf_spec.serving.counts import Counts, Load
 from hf_spec.serving.errors import QueueFullError, SequenceError, StoppedError
+from hf_spec.serving.metrics import Counts, Load
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A request for text; `future` has the generated tokens at the end."""
+    """Text request; `future` returns the generated tokens."""
 
     ready: Ready
     on_tokens: Callable[[list[int]], None]
@@ -35,7 +35,7 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class _Call:
-    """Work with the model that has to run alone."""
+    """Call that needs the model exclusively."""
 
     work: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
@@ -44,14 +44,14 @@ class _Call:
         if self.future.done():
             return
         try:
-            _resolve(self.future, self.work())
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the result
-            _resolve(self.future, error=error)
+            _set_outcome(self.future, self.work())
+        except Exception as error:  # noqa: BLE001 - raised by `future.result()`
+            _set_outcome(self.future, error=error)
 
 
-def _resolve(future: Future[Any], result: Any = None, error: Exception | None = None) -> bool:
-    """Set the outcome; False if the future was cancelled or has one."""
-    # Futures are never marked as running, so that cancelling works at any time.
+def _set_outcome(future: Future[Any], result: Any = None, error: Exception | None = None) -> bool:
+    """Set result or error; return False if the future is already done."""
+    # Futures are never marked as running, so they can be cancelled at any time.
     try:
         if error is None:
             future.set_result(result)
@@ -63,9 +63,9 @@ def _resolve(future: Future[Any], result: Any = None, error: Exception | None = 
 
 
 class Scheduler:
-    """Answers requests with one model, at most `max_batch` at a time.
+    """Queue and batch of the requests of one model, at most `max_batch` at a time.
 
-    Its methods may be called from any thread; what they are given is called in its own.
+    Methods are thread-safe. Callbacks run in the scheduler's thread.
     """
 
     def __init__(self, generation: OpenGeneration, max_batch: int, max_waiting: int):
@@ -75,67 +75,67 @@ class Scheduler:
         self._running: dict[str, _Sequence] = {}
         self._call: _Call | None = None
         self._outcomes: Counter[str] = Counter()
-        # Of batches and sequences that have ended; and the same with what runs now.
-        self._ended = self._seen = Counts()
+        # Totals of finished batches and sequences; the same including the running batch.
+        self._finished = self._published = Counts()
         self._stopping = False
-        # Guards what several threads change: the queue, the outcomes and the wish to stop.
+        # Guards the queue, the outcomes and `_stopping`.
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="hf-spec-serve", daemon=True)
         self._thread.start()
 
     def submit(self, ready: Ready, on_tokens: Callable[[list[int]], None]) -> Future[list[int]]:
-        """Queue a request; `on_tokens` gets its newest tokens as soon as they are certain.
+        """Queue a request; `on_tokens` is called with its new tokens as soon as they are final.
 
         Raises:
-            QueueFullError: if too many wait.
-            StoppedError: if the scheduler has been stopped.
+            QueueFullError: if `max_waiting` requests wait.
+            StoppedError: after `stop`.
         """
-        return self._queue(_Sequence(ready, on_tokens))
+        return self._enqueue(_Sequence(ready, on_tokens))
 
     def run_alone(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queue a call that has the model to itself; errors are those of `submit`."""
-        return self._queue(_Call(partial(work, *args, **kwargs)))
+        """Queue a call that needs the model exclusively; raises the errors of `submit`."""
+        return self._enqueue(_Call(partial(work, *args, **kwargs)))
 
     def count(self, outcome: str) -> None:
-        """Count a request that ended before it was queued."""
+        """Count the outcome of a request."""
         with self._changed:
             self._outcomes[outcome] += 1
 
     @property
     def counts(self) -> Counts:
-        """What has been done, up to the newest step."""
+        """Totals up to the latest step."""
         with self._changed:
-            return replace(self._seen, outcomes=self._outcomes.copy())
+            return replace(self._published, outcomes=self._outcomes.copy())
 
     @property
     def load(self) -> Load:
-        """What there is to do."""
+        """Running sequences and waiting requests."""
         with self._changed:
             return Load(len(self._running), self._num_waiting())
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are still worked off."""
+        """True while requests are processed."""
         return self._thread.is_alive()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Fail what runs or waits with `StoppedError`, and end the thread after its step.
+        """Fail all requests with `StoppedError` and end the thread after its current step.
 
         Args:
             timeout: seconds to wait for the thread.
         """
         with self._changed:
             self._stopping = True
-            left = [*self._waiting, *self._running.values()]
-            left += [self._call] if self._call is not None else []
+            pending = [*self._waiting, *self._running.values()]
+            pending += [self._call] if self._call is not None else []
             self._waiting.clear()
             self._changed.notify()
-        for item in left:
-            if _resolve(item.future, error=StoppedError()):
+        for item in pending:
+            if _set_outcome(item.future, error=StoppedError()):
                 self.count("failed")
         self._thread.join(timeout)
 
-    def _queue(self, item: Any) -> Future[Any]:
+    def _enqueue(self, item: Any) -> Future[Any]:
         with self._changed:
             if self._stopping:
                 raise StoppedError()
@@ -149,7 +149,7 @@ class Scheduler:
         return sum(not item.future.cancelled() for item in self._waiting)
 
     def _work(self) -> None:
-        while (item := self._first()) is not None:
+        while (item := self._next_item()) is not None:
             if isinstance(item, _Call):
                 item.run()
                 self._call = None
@@ -157,8 +157,8 @@ class Scheduler:
                 self._run_batch()
         self._running.clear()
 
-    def _first(self) -> _Sequence | _Call | None:
-        """What is next, once there is something; a call is taken out. None at the end."""
+    def _next_item(self) -> _Sequence | _Call | None:
+        """Wait for the head of the queue; only calls are removed. Return None after `stop`."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._stopping)
             if self._stopping:
@@ -170,29 +170,29 @@ class Scheduler:
             return first
 
     def _run_batch(self) -> None:
-        """Work off sequences until none is left, or a call is next and those before it are done."""
+        """Run sequences until none is left; a queued call ends the batch after those before it."""
         try:
             began = time.perf_counter()
-            batch = self.generation.make_batch(self._max_batch, self._hand_on)
-            going_on = self._renew(batch)
+            batch = self.generation.make_batch(self._max_batch, self._forward_tokens)
+            unfinished = self._update(batch)
             with batch.active():
-                while going_on:
+                while unfinished:
                     for output in batch.step():
-                        self._end(output)
-                    self._see(batch.stats, began)
-                    going_on = self._renew(batch)
-            self._ended = self._see(batch.stats, began)
-        except Exception as error:  # noqa: BLE001 - whatever it is, others can still be answered
+                        self._finish(output)
+                    self._publish(batch.stats, began)
+                    unfinished = self._update(batch)
+            self._finished = self._publish(batch.stats, began)
+        except Exception as error:  # noqa: BLE001 - later requests can still be processed
             self._fail(error)
 
-    def _renew(self, batch: OpenBatch) -> bool:
-        """Take out who has gone, let in who waits; whether anything is left to run."""
+    def _update(self, batch: OpenBatch) -> bool:
+        """Remove cancelled sequences and add waiting ones; return False if none is left."""
         for name in batch.running:
             if self._running[name].future.done():
                 output = batch.cancel(name)
                 assert output is not None
-                self._end(output)
-        for sequence in self._admitted(batch.num_free):
+                self._finish(output)
+        for sequence in self._dequeue(batch.num_free):
             self._add(batch, sequence)
         return batch.unfinished and not self._stopping
 
@@ -201,19 +201,19 @@ class Scheduler:
         try:
             batch.add(ready.request, ready.prepared)
         except SpecError as error:
-            # A processor that cannot be copied, for instance.
+            # For example a processor that cannot be copied.
             with self._changed:
                 del self._running[ready.request.request_id]
-            self._settle(sequence, error=error)
+            self._resolve(sequence, error=error)
             return
-        prompt_tokens = self._ended.prompt_tokens + len(ready.request.prompt)
-        self._ended = replace(self._ended, prompt_tokens=prompt_tokens)
+        prompt_tokens = self._finished.prompt_tokens + len(ready.request.prompt)
+        self._finished = replace(self._finished, prompt_tokens=prompt_tokens)
 
-    def _admitted(self, places: int) -> list[_Sequence]:
-        """Sequences from the head of the queue, up to the first call."""
-        found: list[_Sequence] = []
+    def _dequeue(self, limit: int) -> list[_Sequence]:
+        """Remove at most `limit` sequences from the head of the queue, up to the first call."""
+        sequences: list[_Sequence] = []
         with self._changed:
-            while self._waiting and len(found) < places:
+            while self._waiting and len(sequences) < limit:
                 first = self._waiting[0]
                 if isinstance(first, _Call):
                     break
@@ -221,35 +221,35 @@ class Scheduler:
                 if first.future.cancelled():
                     self._outcomes["cancelled"] += 1
                     continue
-                found.append(first)
+                sequences.append(first)
                 self._running[first.ready.request.request_id] = first
-        return found
+        return sequences
 
-    def _hand_on(self, name: str, tokens: list[int]) -> None:
+    def _forward_tokens(self, name: str, tokens: list[int]) -> None:
         sequence = self._running[name]
         if sequence.future.done():
-            # Cancelled, or its listener failed: it leaves before the next step.
+            # Cancelled, or its callback failed: `_update` removes it.
             return
         try:
             sequence.on_tokens(tokens)
-        except Exception as error:  # noqa: BLE001 - one listener's mistake is no other's
+        except Exception as error:  # noqa: BLE001 - other sequences are not affected
             if not sequence.future.cancelled():
-                self._settle(sequence, error=error)
+                self._resolve(sequence, error=error)
 
-    def _end(self, output: SpecRequestOutput) -> None:
-        """Hand over a sequence that has left the batch, and count it."""
+    def _finish(self, output: SpecRequestOutput) -> None:
+        """Resolve and count a sequence that has left the batch."""
         sequence = self._running[output.request_id]
         with self._changed:
             del self._running[output.request_id]
         assert output.spec_stats is not None
-        self._ended = self._ended.plus(SpecStats([output.spec_stats]))
+        self._finished = self._finished.plus(SpecStats([output.spec_stats]))
         if output.error is not None:
-            self._settle(sequence, error=SequenceError(output.error))
+            self._resolve(sequence, error=SequenceError(output.error))
         else:
-            self._settle(sequence, output.generated_tokens)
+            self._resolve(sequence, output.generated_tokens)
 
     def _fail(self, error: Exception) -> None:
-        """Tell all who ran; where nobody did, who is next, or it would be tried forever."""
+        """Fail all running sequences, or the next one if none runs, to avoid endless retries."""
         with self._changed:
             failed = [*self._running.values()]
             self._running.clear()
@@ -257,21 +257,21 @@ class Scheduler:
                 first = self._waiting.popleft()
                 assert isinstance(first, _Sequence)
                 failed = [first]
-        self._ended = self._seen
+        self._finished = self._published
         for sequence in failed:
-            self._settle(sequence, error=error)
+            self._resolve(sequence, error=error)
 
-    def _settle(
+    def _resolve(
         self, sequence: _Sequence, tokens: list[int] | None = None, error: Exception | None = None
     ) -> None:
-        """Give a future its outcome, unless it has one; count what came of the request."""
-        if _resolve(sequence.future, tokens, error):
+        """Resolve the future of a sequence if it is not done, and count the outcome."""
+        if _set_outcome(sequence.future, tokens, error):
             self.count("answered" if error is None else "failed")
         elif sequence.future.cancelled():
             self.count("cancelled")
 
-    def _see(self, stats: SpecStats, began: float) -> Counts:
-        """Publish what has been counted with a batch that began then."""
-        busy = self._ended.busy_seconds + time.perf_counter() - began
-        self._seen = replace(self._ended.plus(stats), busy_seconds=busy)
-        return self._seen
+    def _publish(self, stats: SpecStats, began: float) -> Counts:
+        """Publish and return the totals including a running batch that started at `began`."""
+        busy = self._finished.busy_seconds + time.perf_counter() - began
+        self._published = replace(self._finished.plus(stats), busy_seconds=busy)
+        return self._published

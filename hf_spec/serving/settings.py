@@ -1,4 +1,4 @@
-"""Address, limits and access rules of a server."""
+"""Settings of a server, from which the help of `hf-spec serve` is built."""
 
 # Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
@@ -13,27 +13,27 @@ from hf_spec.common.settings import Count, Settings, Within
 
 @dataclass(frozen=True)
 class ServeSettings(Settings):
-    """Where a server listens, who may use it, and how much it takes on.
+    """Address, access rules and limits of a server.
 
     Attributes:
-        host: address to listen at; 0.0.0.0 lets other machines in, so set an API key.
-        port: port to listen at; 0 takes any that is free.
-        api_key: key that requests must send as "Authorization: Bearer KEY"; the environment
-            variable HF_SPEC_API_KEY by default, or else none.
-        allowed_hosts: further name by which clients reach the server, for example that of a
-            reverse proxy. A server on a loopback address answers loopback names and these.
-        max_batch: sequences that run at a time.
-        max_waiting: requests in the queue beyond which further ones are rejected (status 429).
-        max_length: longest prompt with its answer, in tokens; the model's context by default, or
-            32,768 where the model states none.
-        max_prompt: longest prompt in tokens; as long as max_length by default.
-        max_tokens: largest max_tokens of a request; by default an answer may fill max_length.
-        max_stop: most stop strings of a request.
-        max_stop_length: longest stop string in characters.
-        max_body: largest request body in bytes; images in a request need more than the default.
-        client_templates: accept a chat template in a request. A template is a program that may
-            run for as long as it likes.
-        management: answer /load_model and /reset, which load the model again and drop it.
+        host: address to listen on; 0.0.0.0 is reachable from other machines, so set an API key.
+        port: port to listen on; 0 selects a free port.
+        api_key: key that requests must send as "Authorization: Bearer KEY". Default: the
+            environment variable HF_SPEC_API_KEY, otherwise no authentication.
+        allowed_hosts: additional host name of the server, for example of a reverse proxy. A server
+            on a loopback address accepts only loopback names and these.
+        max_batch: maximum number of running sequences.
+        max_waiting: maximum number of waiting requests; more are rejected (status 429).
+        max_length: maximum tokens of prompt and output. Default: the model's context, or 32,768 if
+            the model has no limit.
+        max_prompt: maximum tokens of a prompt. Default: max_length.
+        max_tokens: maximum max_tokens of a request. Default: up to max_length.
+        max_stop: maximum number of stop strings.
+        max_stop_length: maximum characters of a stop string.
+        max_body: maximum bytes of a request body; requests with images need more than the default.
+        client_templates: accept chat templates in requests. A template is a program whose run time
+            is not limited.
+        management: enable /load_model and /reset, which reload and unload the model.
     """
 
     host: str = "127.0.0.1"

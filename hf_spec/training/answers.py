@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.base_name import local_name
 from hf_spec.common.errors import OptionError
-from hf_spec.common.files import written_whole
+from hf_spec.common.files import atomic_write
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.training.responses import Response
 
 SHARD_RESPONSES = 256
@@ -146,7 +146,7 @@ def write_shard(
 ) -> None:
     """Write one file of `stored`, with the results of up to 256 answers, from 256 * `index` on."""
     digests = json.dumps([_digest(response) for response in responses])
-    with written_whole(_shard(folder, name, index)) as part:
+    with atomic_write(_shard(folder, name, index)) as part:
         save_file(tensors, part, metadata={**facts, "answers": digests})
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_spec.common.errors import OptionError
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.output import default_aux_layers
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.training.answers import answer_batches, stored, target_facts
 from hf_spec.training.responses import Response
 

@@ -43,11 +43,11 @@ class FeatureRecorder(Recorder):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Record the features of all tokens that the target ran."""
-        kept = output.kept_places(verdict)
-        indices = [index for row_indices in kept.values() for index in row_indices]
+        committed = output.committed_indices(verdict)
+        indices = [index for row_indices in committed.values() for index in row_indices]
         states = [output.hidden[layer][indices] for layer in self.hidden_layers]
         self._states.append(torch.cat(states, dim=-1).to(torch.bfloat16).cpu())
-        self._rows += [row for row, row_indices in kept.items() for _ in row_indices]
+        self._rows += [row for row, row_indices in committed.items() for _ in row_indices]
 
     def keep(self, answers: Sequence[Response], first: int) -> None:
         """Write the features of the latest generation."""

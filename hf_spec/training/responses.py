@@ -162,7 +162,7 @@ def _response(where: str, line: bytes) -> Response:
         text = line.decode(errors="replace").strip()
         raise OptionError(
             f"{where}: {text[:60]!r} is not the id, task, prompt and response of an answer, with "
-            "at least one token of each text; leave the line out"
+            "at least one token of each text; remove the line"
         )
     return response
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.common.files import written_whole
+from hf_spec.common.files import atomic_write
 from hf_spec.common.machine import environment
 
 RUN = "run.json"
@@ -56,6 +56,6 @@ def record_start(
             "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         }
     )
-    with written_whole(path) as part:
+    with atomic_write(path) as part:
         # default=str writes paths as the user typed them.
         part.write_text(json.dumps({"starts": starts}, indent=1, default=str), "utf-8")

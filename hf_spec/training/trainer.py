@@ -24,7 +24,7 @@ from tqdm import tqdm
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.common.errors import OptionError, UnsupportedError
-from hf_spec.common.files import written_whole
+from hf_spec.common.files import atomic_write
 from hf_spec.training.answers import LEARNED_FROM, agrees, read_metadata
 from hf_spec.training.run_record import record_start
 from hf_spec.training.settings import TrainSettings
@@ -249,7 +249,7 @@ def _save(
         for name, parameter in parameters.items()
         for key, tensor in {"value": parameter.detach(), **optimizer.state[parameter]}.items()
     }
-    with written_whole(folder / CHECKPOINT) as part:
+    with atomic_write(folder / CHECKPOINT) as part:
         save_file(tensors, part, metadata=facts)
 
 

@@ -94,7 +94,7 @@ def test_synthetic_acceptance_is_said_everywhere(command: Any, tmp_path: Path) -
     assert written["synthetic_acceptance"] == 0.7
     names = {record["contender"] for record in written["records"]}
     assert names == {"plain", "synthetic, 3 tokens, acceptance 0.7"}
-    assert "SYNTHETIC acceptance 0.7: the drafts" in result.stdout
+    assert "SYNTHETIC acceptance 0.7: drafts of synthetic" in result.stdout
     assert {p.stem for p in plots.iterdir()} == {
         "speed_by_task",
         "acceptance_by_position",
@@ -130,7 +130,7 @@ def test_an_interrupted_run_leaves_what_it_has(
         (["--strategy", "tree"], "needs --assistant"),
         (["--strategy", "draft@truncated:9"], "num_layers=9"),
         (["--task", "math"], "no prompts of task 'math'; it has count, letters"),
-        (["--batch", "3"], "a batch of 3 rows needs as many prompts, and there are 2"),
+        (["--batch", "3"], "a batch of 3 rows needs 3 prompts, but there are 2"),
         (["--device", "cuda"], "--device cuda"),
         (["--temperature", "0.5"], "--temperature 0.5 needs --sample"),
         (["--out", "/no/such/folder/results.json"], "there is no folder"),
@@ -164,10 +164,10 @@ def test_files_that_would_be_lost_are_refused(
     before = prompt_file.read_text()
     result = command("--out", str(prompt_file))
     assert result.exit_code == 2
-    assert "that is the file of prompts; choose another" in result.stderr
+    assert "is the input file; choose another" in result.stderr
     assert prompt_file.read_text() == before
     (tmp_path / "plots").write_text("")
     pytest.importorskip("matplotlib")
     result = command("--plots", str(tmp_path / "plots"))
     assert result.exit_code == 2
-    assert "that is a file, and a folder is made" in result.stderr
+    assert "is a file; use a new or existing folder" in result.stderr

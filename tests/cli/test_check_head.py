@@ -1,4 +1,4 @@
-"""`hf-spec check-head`: every reading with its share, and the one that fits."""
+"""`hf-spec check-head`: every layout with its share, and the one that fits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.published_heads import sample
 from tests.tiny_models import build, tokenizer
 
 
-def test_readings_are_told(tmp_path: Path) -> None:
+def test_layouts_are_printed(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     prompts = tmp_path / "prompts.txt"
@@ -34,7 +34,7 @@ def test_a_model_is_no_head(tmp_path: Path) -> None:
     arguments = ["check-head", folder, folder, "--new-tokens", "1", "--device", "cpu"]
     done = CliRunner().invoke(build_app(), arguments)
     assert done.exit_code == 2
-    assert "no published head" in done.output.replace("\n", " ")
+    assert "not a published head" in done.output.replace("\n", " ")
 
 
 def test_a_wrong_head_is_said_before_the_model_answers(tmp_path: Path) -> None:

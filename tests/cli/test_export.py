@@ -23,7 +23,7 @@ def test_a_folder_and_the_next_command(tmp_path: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     again = CliRunner().invoke(build_app(), [*arguments, "--for", "sglang"])
     assert again.exit_code == 2
-    assert "is there already" in " ".join(again.output.split())
+    assert "exists already" in " ".join(again.output.split())
 
 
 def test_engines_are_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_spec import AssistantError, HubError, OptionError, UnsupportedError
 from hf_spec.cli import app as root
-from hf_spec.cli.failures import in_one_sentence
+from hf_spec.cli.failures import exit_with_message
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from hf_spec.cli.failures import in_one_sentence
 def test_status_and_sentence(
     error: BaseException, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(typer.Exit) as stopped, in_one_sentence():
+    with pytest.raises(typer.Exit) as stopped, exit_with_message():
         raise error
     assert stopped.value.exit_code == status
     assert capsys.readouterr().err == (f"error: {error}\n" if str(error) else "")
@@ -37,12 +37,12 @@ def test_status_and_sentence(
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), BrokenPipeError(), AttributeError("x")])
 def test_mistakes_in_the_code_keep_their_traceback(error: Exception) -> None:
-    with pytest.raises(type(error)), in_one_sentence():
+    with pytest.raises(type(error)), exit_with_message():
         raise error
 
 
 def test_debug_shows_where() -> None:
-    with pytest.raises(OptionError), in_one_sentence(debug=True):
+    with pytest.raises(OptionError), exit_with_message(debug=True):
         raise OptionError("k=0")
 
 

@@ -45,7 +45,7 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
 def test_a_device_without_weights() -> None:
     result = CliRunner().invoke(build_app(), ["generate", "unused", "Hello.", "--device", "meta"])
     assert result.exit_code == 2
-    assert "--device meta keeps no weights; choose cpu, cuda or cuda:1" in result.output
+    assert "--device meta stores no weights; choose cpu, cuda or cuda:1" in result.output
 
 
 @pytest.mark.parametrize("load", [load_target, load_tokenizer])
@@ -67,6 +67,6 @@ def test_damaged_weights(folder: Path) -> None:
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     folder = save_sample(tmp_path / "head", "falcon")
     with pytest.raises(
-        OptionError, match=f"is an adapter, not a model; .* --strategy NAME@{folder}"
+        OptionError, match=f"is an adapter, not a model; .*--strategy NAME@{folder}"
     ):
         load_target(str(folder))

@@ -12,8 +12,14 @@ import typer
 from typer.testing import CliRunner
 
 from hf_spec import OptionError
-from hf_spec.cli.options import AnswerSettings, Placement, check_out, from_settings
-from hf_spec.common.settings import Count, Internal, Named, Settings, Share, described
+from hf_spec.cli.options import (
+    AnswerSettings,
+    Placement,
+    UiSettings,
+    check_out,
+    from_settings,
+)
+from hf_spec.common.settings import Count, Internal, Named, Settings, Share, setting_fields
 from hf_spec.evaluation.bench import settings as bench
 from hf_spec.evaluation.lossless.settings import SamplingPlan, VerificationPlan
 from hf_spec.methods.disco.settings import DiscoTrainSettings
@@ -33,7 +39,7 @@ def test_every_command_that_loads_a_model_has_both_options(name: str) -> None:
         return
     assert parameters["dtype"].default == "auto"
     assert parameters["device"].default is None
-    assert "on a CPU float32" in parameters["dtype"].help
+    assert "float32 on a CPU" in parameters["dtype"].help
 
 
 def test_what_generate_is_told() -> None:
@@ -54,11 +60,11 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
     check_out(tmp_path / "results.json")
     with pytest.raises(OptionError, match="there is no folder /no/such"):
         check_out(Path("/no/such/results.json"))
-    with pytest.raises(OptionError, match="that is a folder"):
+    with pytest.raises(OptionError, match="is a folder; use a file name"):
         check_out(tmp_path)
     source = tmp_path / "prompts.jsonl"
     source.write_text("")
-    with pytest.raises(OptionError, match="that is the file of prompts; choose another"):
+    with pytest.raises(OptionError, match="is the input file; choose another"):
         check_out(tmp_path / "." / "prompts.jsonl", source)
     check_out(tmp_path / "new.jsonl", source)
 
@@ -216,7 +222,7 @@ SETTINGS_OF = {
 @pytest.mark.parametrize("name", SETTINGS_OF)
 def test_every_setting_has_its_option_and_its_words(name: str) -> None:
     options = {one.name: one for one in LEAVES[name].params}
-    found = [setting for kind in SETTINGS_OF[name] for setting in described(kind)]
+    found = [setting for kind in SETTINGS_OF[name] for setting in setting_fields(kind)]
     for setting in found:
         assert setting.help, setting
         if setting.option is not None and not inspect.isclass(setting.kind):
@@ -226,3 +232,13 @@ def test_every_setting_has_its_option_and_its_words(name: str) -> None:
                 setting.help[1:].split(";")[0].removesuffix(".").split("None")[0]
                 in options[setting.option].help
             )
+
+
+def test_by_default_the_page_is_on_this_machine_alone() -> None:
+    assert UiSettings().host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("wrong", [{"max_new_tokens": 1}, {"port": 70000}, {"port": -1}])
+def test_invalid_settings_of_the_page(wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        UiSettings(**wrong)

@@ -100,4 +100,4 @@ def test_an_address_that_is_taken_is_a_failure(folder: Path) -> None:  # noqa: F
         port = str(taken.getsockname()[1])
         result = CliRunner().invoke(build_app(), ["serve", str(folder), "--port", port])
     assert result.exit_code == 1
-    assert f"no server can listen at 127.0.0.1, port {port}; choose another" in result.stderr
+    assert f"cannot listen on 127.0.0.1, port {port}; choose another" in result.stderr

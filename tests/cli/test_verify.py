@@ -36,7 +36,7 @@ def test_real_code_passes(command: Any, folder: Path, tmp_path: Path) -> None:
     assert "draft" in result.output
     assert result.output.count("2 of 2 outputs identical, 16 tokens") == 2
     assert result.output.count("passed") == 2
-    assert "of the probability in every text is found" in result.output
+    assert "of the probability in every text is detected" in result.output
     report = json.loads(out.read_text())
     assert report["passed"] is True
     assert report["dtype"] == "float32"

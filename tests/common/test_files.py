@@ -12,13 +12,13 @@ import pytest
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import (
+    atomic_write,
     check_regular,
+    complete_lines,
     parse_json_lines,
     read_text,
     resume_lines,
-    whole_lines,
     write_json,
-    written_whole,
 )
 
 Write = Callable[[Path, str], None]
@@ -41,7 +41,7 @@ def content(path: Path) -> str:
 class TestBoth:
     def test_it_appears_at_the_end(self, write: Write, tmp_path: Path) -> None:
         path = tmp_path / "result.json"
-        with written_whole(path) as part:
+        with atomic_write(path) as part:
             write(part, "new")
             assert not path.exists()
         assert content(path) == "new"
@@ -51,7 +51,7 @@ class TestBoth:
         path = tmp_path / "result"
         write(path, "old")
         write(tmp_path / "result.part", "of-a-run-that-was-killed")
-        with written_whole(path) as part:
+        with atomic_write(path) as part:
             assert not part.exists()
             assert content(path) == "old"
             write(part, "new")
@@ -63,7 +63,7 @@ class TestBoth:
         write(path, "old")
 
         def write_until_interrupted() -> None:
-            with written_whole(path) as part:
+            with atomic_write(path) as part:
                 write(part, "half")
                 raise KeyboardInterrupt
 
@@ -75,12 +75,12 @@ class TestBoth:
 
 def test_a_body_that_writes_nothing_fails(tmp_path: Path) -> None:
     (tmp_path / "result").write_text("old")
-    with pytest.raises(FileNotFoundError), written_whole(tmp_path / "result"):
+    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "result"):
         pass
     assert content(tmp_path / "result") == "old"
 
 
-def test_json_is_written_whole(tmp_path: Path) -> None:
+def test_json_is_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_json(path, {"a": "é"})
     assert path.read_text() == '{\n "a": "\\u00e9"\n}'
@@ -112,20 +112,20 @@ def test_lines_of_a_killed_run_are_read_again(tmp_path: Path) -> None:
 def test_lines_of_something_else_are_kept(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(content)
-    with pytest.raises(OptionError, match=r"notes\.txt holds something else; choose another file"):
+    with pytest.raises(OptionError, match=r"notes\.txt has other contents; choose another file"):
         resume_lines(path, {"format": "x"})
     assert path.read_text() == content
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [("[" * 100_000, "nested too deeply"), ("[1]", "not an object"), ("x", "no JSON")],
+    [("[" * 100_000, "nested too deeply"), ("[1]", "not an object"), ("x", "not JSON")],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
     path, head = tmp_path / "lines.jsonl", {"format": "x"}
     path.write_text(json.dumps(head) + f'\n{{"id": 1}}\n{line}\n')
-    with pytest.raises(OptionError, match=rf"lines\.jsonl, line 3: {reason}.*leave the line out"):
-        whole_lines(path, head)
+    with pytest.raises(OptionError, match=rf"lines\.jsonl, line 3: {reason}.*remove the line"):
+        complete_lines(path, head)
 
 
 def test_only_a_newline_ends_a_line() -> None:
@@ -146,8 +146,8 @@ def test_special_files_are_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     cases = {tmp_path / "pipe": "a pipe", tmp_path: "a folder", Path("/dev/zero"): "a device"}
     for path, kind in cases.items():
-        for read in (read_text, check_regular, partial(whole_lines, head={})):
-            with pytest.raises(OptionError, match=f"{path} is {kind}; name a regular file"):
+        for read in (read_text, check_regular, partial(complete_lines, head={})):
+            with pytest.raises(OptionError, match=f"{path} is {kind}; use a regular file"):
                 read(path)
     check_regular(tmp_path / "missing")
     pipe = tmp_path / "pipe"
@@ -159,7 +159,7 @@ def test_special_files_are_named(tmp_path: Path) -> None:
 def test_a_text_of_another_encoding_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_bytes("né".encode("latin-1"))
-    with pytest.raises(OptionError, match=r"prompt\.txt is no text in UTF-8 .* save it as that"):
+    with pytest.raises(OptionError, match=r"prompt\.txt is not UTF-8 text .* save it as UTF-8"):
         read_text(path)
     path.write_text("né", encoding="utf-8")
     assert read_text(path) == "né"

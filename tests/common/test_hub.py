@@ -48,13 +48,13 @@ def test_what_can_only_be_a_folder_is_called_missing(name: str, nobody: LocalHub
 
 
 def test_an_empty_name_is_not_the_folder_one_is_in() -> None:
-    with pytest.raises(OptionError, match="'' names no model; give a folder or a Hub id"):
+    with pytest.raises(OptionError, match="'' is not a model name; use a folder or a Hub id"):
         check_name("")
 
 
 def test_files_are_no_folders(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("")
-    with pytest.raises(OptionError, match="is a file; give the folder"):
+    with pytest.raises(OptionError, match="is a file; use its folder"):
         check_name(str(tmp_path / "model.safetensors"))
 
 

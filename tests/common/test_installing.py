@@ -1,16 +1,17 @@
-"""How the package is installed is said in one place, and nowhere by a name no index knows."""
+"""One definition of the install command, never by name; detection of the `hf-spec` command."""
 
 from __future__ import annotations
 
 import configparser
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from hf_spec.common.installing import WHERE, how_to_install, install_command
+from hf_spec.common.installing import WHERE, how_to_install, install_command, started_as_command
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # What users read. The log of changes also tells what was once said.
 TEXTS = [
     path
@@ -63,3 +64,30 @@ def test_extras_that_are_named_exist() -> None:
     }
     assert {"cli", "demo", "bench"} <= named
     assert named <= set(config["options.extras_require"])
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("/usr/bin/hf-spec", True),
+        ("hf-spec.exe", True),
+        ("hf-spec.py", False),
+        ("my-hf-spec", False),
+        ("-c", False),
+        ("-m", False),
+        ("", False),
+    ],
+)
+def test_started_as_command(program: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "pytest", "hf_spec"])
+    assert started_as_command() is expected
+    monkeypatch.setattr(sys, "argv", [])
+    assert not started_as_command()
+
+
+def test_a_process_that_is_another_module_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    for module, expected in (("hf_spec", True), ("hf_spec.evaluation.bench.report", False)):
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", module])
+        assert started_as_command() is expected

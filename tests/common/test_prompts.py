@@ -13,11 +13,13 @@ import torch
 from hf_spec import OptionError, UnsupportedError
 from hf_spec.common.prompts import (
     MIXED,
+    OVERLAP_WORDS,
     Prompt,
     as_conversations,
     left_padded,
     load_prompts,
     make_batches,
+    without_benchmark_overlap,
 )
 
 TEMPLATE = (
@@ -57,14 +59,14 @@ class TestLoad:
     def test_a_line_without_turns(self, tmp_path: Path, row: Any) -> None:
         path = tmp_path / "own.jsonl"
         path.write_text(json.dumps({"turns": ["fine"]}) + "\n" + json.dumps(row))
-        with pytest.raises(OptionError, match=r"own\.jsonl, line 2: no turns"):
+        with pytest.raises(OptionError, match=r"own\.jsonl, line 2: `turns` must be a list"):
             load_prompts(path)
 
     @pytest.mark.parametrize("name", ["own.txt", "own.jsonl"])
     def test_a_file_of_another_encoding(self, tmp_path: Path, name: str) -> None:
         path = tmp_path / name
         path.write_bytes(b"\xff\xfe\x00")
-        with pytest.raises(OptionError, match="is no text in UTF-8"):
+        with pytest.raises(OptionError, match="is not UTF-8 text"):
             load_prompts(path)
 
     def test_a_text_file_is_a_prompt_per_line_or_one(self, tmp_path: Path) -> None:
@@ -100,9 +102,9 @@ class TestLoad:
     @pytest.mark.parametrize(
         ("name", "text", "message"),
         [
-            ("own.txt", " \n", "holds no prompts"),
-            ("own.jsonl", "", "holds no prompts"),
-            ("own.jsonl", "one two", "line 1: no JSON"),
+            ("own.txt", " \n", "contains no prompts"),
+            ("own.jsonl", "", "contains no prompts"),
+            ("own.jsonl", "one two", "line 1: not JSON"),
             ("own.jsonl", '{"id": 1, "turns": ["a"]}\n' * 2, "two prompts have the same id"),
         ],
     )
@@ -145,7 +147,7 @@ class TestConversations:
     def test_they_need_a_chat_template(self, tokenizer: Any) -> None:
         single = [Prompt("y", "t", ("the",))]
         assert as_conversations(single, tokenizer, str) == single
-        with pytest.raises(UnsupportedError, match="'x' has 2 turns, and the tokenizer has no"):
+        with pytest.raises(UnsupportedError, match="'x' has 2 turns, but the tokenizer has no"):
             as_conversations([Prompt("x", "t", ("one", "two"))], tokenizer, str)
 
 
@@ -169,5 +171,34 @@ class TestBatches:
         assert make_batches([third, prompts[1]], tokenizer, 2)[0].task == "letters"
 
     def test_more_rows_than_prompts(self, prompts: list[Prompt], tokenizer: Any) -> None:
-        with pytest.raises(OptionError, match="a batch of 3 rows needs as many prompts"):
+        with pytest.raises(OptionError, match="a batch of 3 rows needs 3 prompts"):
             make_batches(prompts, tokenizer, 3)
+
+
+def ids_without_overlap(*texts: str) -> list[str]:
+    prompts = [Prompt(str(index), "qa", (text,)) for index, text in enumerate(texts)]
+    return [prompt.id for prompt in without_benchmark_overlap(prompts)]
+
+
+def test_none_of_the_package_is_left() -> None:
+    assert without_benchmark_overlap(load_prompts()) == []
+
+
+def test_a_run_of_words_is_enough() -> None:
+    long = max((turn for prompt in load_prompts() for turn in prompt.turns), key=len)
+    words = long.split()
+    middle = words[40 : 40 + 2 * OVERLAP_WORDS]
+    assert ids_without_overlap(
+        f"Once upon a time: {' '.join(middle).upper()}! And so on.", "another one"
+    ) == ["1"]
+    # Fewer words in a row are found anywhere.
+    assert ids_without_overlap(" ".join(words[40:46])) == ["0"]
+
+
+def test_short_prompts_count_whole() -> None:
+    def length(text: str) -> int:
+        return len(text.split())
+
+    short = min((prompt.turns[0] for prompt in load_prompts()), key=length)
+    assert length(short) < OVERLAP_WORDS
+    assert ids_without_overlap(short.lower(), f"{short} Or not?", "...") == ["1", "2"]

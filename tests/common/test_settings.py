@@ -16,7 +16,7 @@ from hf_spec.common.settings import (
     Share,
     Weight,
     Within,
-    described,
+    setting_fields,
 )
 
 
@@ -48,7 +48,7 @@ class Search(Settings):
 
 
 def test_what_is_known_of_a_field() -> None:
-    found = {setting.name: setting for setting in described(Search)}
+    found = {setting.name: setting for setting in setting_fields(Search)}
     assert [setting.option for setting in found.values()] == [
         *("paths", "rate", None, "kind", "other", "sizes", "seed", "exact", "name")
     ]

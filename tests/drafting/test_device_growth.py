@@ -1,4 +1,4 @@
-"""Drafts that nobody watches are those that grow level by level.
+"""Drafts that grow on the device are those that grow on the host.
 
 The drafter here reads a table, so that many drafts are quickly made; draft models on a pretended
 GPU are in `tests/backend/device/test_transfer.py`.
@@ -13,13 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_spec.drafting.device_growth import WIDEST, DeviceGrowth, Plans
+from hf_spec.drafting.device_growth import WIDEST, DeviceGrowth, PassPlans
 from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
+from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.drafting.tree_growth import TreeShape
+from hf_spec.drafting.token_graph import TokenGraph
+from hf_spec.drafting.tree_growth import (
+    Growth,
+    HostGrowth,
+    NextTokens,
+    RowGrowth,
+    TreeShape,
+)
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree
+from tests.drafting.test_rank_tree import random_paths
 from tests.methods.draft_model.test_drafter import start
 from tests.tiny_models import ragged_batch
 
@@ -45,18 +53,10 @@ class OfTable(LevelDrafter):
     def supports_device_growth(self) -> bool:
         return self._unseen
 
-    def probabilities(self, state: Any, graphs: Graphs, owners: Owners) -> Tensor:
-        tokens = [graphs[row].tokens[node] % SIZE for row, node in owners]
-        depth = graphs[owners[0][0]].depth[owners[0][1]]
-        return self.table[depth, [row for row, _ in owners], tokens]
-
-    def propose_on_device(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
-        rows, given = growing.owners, growing.tokens
-        if given is None:
-            given = torch.tensor([state.tokens[row][-1] % SIZE for row in rows])
-        self.seen.append((list(growing.rows), list(growing.parents), growing.sees))
-        depth = len(self.seen) - 1
-        return self.table[depth, rows, given]
+    def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
+        if self.supports_device_growth and isinstance(growth, DeviceGrowth):
+            self.seen.append((list(growth.rows), growth.pass_parents, growth.visible))
+        return self.table[growth.depth, growth.owners, growth.tokens % SIZE]
 
 
 def table(depth: int, seed: int, zeros: bool) -> Tensor:
@@ -123,7 +123,9 @@ def test_the_draft_is_the_one_that_grows_level_by_level(seed: int) -> None:
             graph.edges,
         )
         # The same nodes ran, and maybe others in the place of some.
-        assert [node for node in drafter.ran[row] if node >= 0] == watched.ran[row]
+        assert [
+            node for node in drafter.expanded_nodes[row] if node >= 0
+        ] == watched.expanded_nodes[row]
     assert drafter.counters == watched.counters
 
 
@@ -150,7 +152,7 @@ def test_nodes_see_what_they_descend_from(children: int, expanded: int) -> None:
     shape = TreeShape(children=children, expanded_per_level=expanded)
     _, drafter = drafted(shape, {0: 5, 1: 3, 2: 4}, table(5, 1, False), [], True)
     chosen = 0
-    for row, ran in drafter.ran.items():
+    for row, ran in drafter.expanded_nodes.items():
         parents, told = drafter.graphs[row].parents, paths_told(drafter, row)
         assert len(told) == len(ran)
         for place, node in enumerate(ran):
@@ -203,14 +205,14 @@ def test_what_a_drawn_chain_comes_from() -> None:
     ],
 )
 def test_which_shapes_are_known_beforehand(shape: TreeShape, fits: bool) -> None:
-    assert Plans(shape, [], CPU).fit(5) == fits
+    assert PassPlans(shape, [], CPU).fit(5) == fits
 
 
 def test_ranks_beyond_the_vocabulary_are_left_out() -> None:
     shape = TreeShape(tree=RankTree.of([(0,), (0, 5), (0, 5, 1), (0, 1), (0, 1, 0)]))
-    assert [plan.width for plan in Plans(shape, [], CPU).of(6, 9)] == [1, 1, 2]
-    assert [plan.width for plan in Plans(shape, [], CPU).of(3, 9)] == [1, 1, 1]
-    assert Plans(shape, [], CPU).of(6, 9)[2].picks == [1, 5]
+    assert [plan.width for plan in PassPlans(shape, [], CPU).of(6, 9)] == [1, 1, 2]
+    assert [plan.width for plan in PassPlans(shape, [], CPU).of(3, 9)] == [1, 1, 1]
+    assert PassPlans(shape, [], CPU).of(6, 9)[2].picks == [1, 5]
 
 
 def test_who_asks_or_reads_watches() -> None:
@@ -245,10 +247,65 @@ def test_reach_is_as_exact_as_on_the_host() -> None:
     above = torch.stack([first[case], other[0][case]])[None]
     below = torch.stack([torch.stack([torch.tensor(0.9), second[case]]), torch.zeros(2)])
     below[1, 0] = other[1][case]
-    growing = DeviceGrowth(Plans(TreeShape(children=2, expanded_per_level=2), [], CPU), {0: 3})
-    growing.add(torch.tensor([[1, 2]]), above)
-    assert growing.descend()
-    growing.add(torch.tensor([[3, 4], [5, 6]]), below)
-    assert growing.descend()
-    assert growing.tokens is not None
+    shape = TreeShape(children=2, expanded_per_level=2)
+    drafts = {0: RowGrowth(TokenGraph([0]), shape)}
+    growing = DeviceGrowth(drafts, {0: 3}, bool, PassPlans(shape, [], CPU))
+    growing.add(NextTokens(torch.tensor([[[1, 2]]]), above[:, None]))
+    growing.advance(growing.next_rows())
+    growing.add(NextTokens(torch.tensor([[[3, 4]], [[5, 6]]]), below[:, None]))
+    assert growing.next_rows() == [0]
+    growing.advance([0])
     assert growing.tokens.tolist() == [3, 5]
+
+
+Token = tuple[int, ...]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("seed", range(6))
+def test_passes_of_several_levels(seed: int, size: int, on_device: bool) -> None:
+    """Every node has the token that a drafter would give that follows its path by itself.
+
+    A made-up head answers with the number of (tokens that led to the block, level, rank).
+    """
+    numbers: dict[tuple[Token, int, int], int] = {}
+    tree = RankTree.of(random_paths(seed))
+    shape = TreeShape(tree=tree, whole=True, levels_per_pass=size)
+    limits = {0: tree.height, 2: max(1, tree.height - 2)}
+    drafts = {row: RowGrowth(TokenGraph([0]), shape) for row in limits}
+    plans = PassPlans(shape, [], CPU)
+    growth: Growth = (
+        DeviceGrowth(drafts, limits, bool, plans) if on_device else HostGrowth(drafts, limits, bool)
+    )
+    passes = 0
+    texts: list[Token] = [()] * len(limits)
+    while growth.rows:
+        if passes:
+            parts = growth.tokens.view(-1, size).tolist()
+            above = [texts[parent] for parent in growth.parents.tolist()]
+            texts = [(*text, *part) for text, part in zip(above, parts, strict=True)]
+        lists = [
+            [
+                [numbers.setdefault((text, level, rank), len(numbers)) for rank in range(9)]
+                for level in range(min(size, tree.height - growth.depth))
+            ]
+            for text in texts
+        ]
+        tokens = torch.tensor(lists)
+        growth.add(NextTokens(tokens, torch.ones(tokens.shape)))
+        growth.advance(growth.next_rows())
+        passes += 1
+    growth.finish()
+    assert passes == -(-tree.height // size)
+    for row, limit in limits.items():
+        graph, cut = drafts[row].graph, tree.cut(limit)
+        assert graph.parents == [-1, *(parent + 1 for parent in cut.parents)]
+        for node, path in enumerate(cut.paths, start=1):
+            text: Token = ()
+            block: list[int] = []
+            for rank in path:
+                if len(block) == size:
+                    text, block = (*text, *block), []
+                block.append(numbers[text, len(block), rank])
+            assert graph.tokens[node] == block[-1]

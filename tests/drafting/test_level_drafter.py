@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hf_spec import GsdConfig, TreeConfig
 from hf_spec.drafting.length_policy import ConfidencePolicy, LengthPolicy
-from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
+from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.drafting.tree_growth import TreeShape
+from hf_spec.drafting.tree_growth import Growth, TreeShape
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from tests.methods.draft_model.test_drafter import start
@@ -30,12 +30,18 @@ class OfTable(LevelDrafter):
         super().__init__(config, LengthPolicy(depth))
         self.asked: list[list[tuple[int, int]]] = []
 
-    def probabilities(self, state: Any, graphs: Graphs, owners: Owners) -> Tensor:
-        self.asked.append(list(owners))
-        return CHANCES.repeat(len(owners), 1)
+    def probabilities(self, state: Any, growth: Growth) -> Tensor:
+        self.asked.append(nodes_of(self, growth))
+        return CHANCES.repeat(len(growth.owners), 1)
 
     def token_ids(self, places: Tensor) -> Tensor:
         return TOKENS[places]
+
+
+def nodes_of(drafter: LevelDrafter, growth: Growth) -> list[tuple[int, int]]:
+    """Row and node of all that is run next."""
+    newest = {row: drafter.expanded_nodes[row][-growth.num_nodes(row) :] for row in growth.rows}
+    return [(row, node) for row, nodes in newest.items() for node in nodes]
 
 
 def drafted(config: LevelConfig, depth: int) -> tuple[Any, OfTable]:
@@ -89,9 +95,10 @@ class OfBigrams(OfTable):
         (0.8, 0.1, 0.1, 0.0),
     )
 
-    def probabilities(self, state: Any, graphs: Graphs, owners: Owners) -> Tensor:
-        self.asked.append(list(owners))
-        places = [graphs[row].tokens[node] // 10 - 1 for row, node in owners]
+    def probabilities(self, state: Any, growth: Growth) -> Tensor:
+        owners = nodes_of(self, growth)
+        self.asked.append(owners)
+        places = [token // 10 - 1 for token in growth.tokens.tolist()]
         at_root = (0.7, 0.3, 0.0, 0.0)
         lines = [
             self.AFTER[place] if node else at_root

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.drafting.one_pass_drafter import Lists, ProposalDrafter, Proposals
+from hf_spec.drafting.one_pass_drafter import FixedProposals, ProposalDrafter, Proposals
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
@@ -21,7 +21,7 @@ from tests.tiny_models import VOCAB
 
 def test_lists_follow_rows_and_levels() -> None:
     logits = torch.arange(2 * 3 * 4.0).view(2, 3, 4)
-    lists = Lists(logits)
+    lists = FixedProposals(logits)
     nobody = torch.zeros(0)
     assert torch.equal(lists.after(nobody, torch.tensor([1, 0])), logits[[1, 0], 0])
     # Two children of the first node, which is of row 1, and one of the second.
@@ -64,7 +64,7 @@ class Recorder:
         logits = torch.zeros(len(roots), 3, VOCAB)
         for level in range(3):
             logits[:, level, 10 + level] = 9.0
-        return Lists(logits)
+        return FixedProposals(logits)
 
 
 def begun(prompts: list[list[int]]) -> GenerationState:

@@ -14,9 +14,9 @@ from transformers import GenerationConfig, GenerationMixin, WatermarkingConfig
 from hf_spec import OptionError
 from hf_spec.generation import assisted_settings
 from hf_spec.generation.assisted_settings import REPLACED_BY
-from hf_spec.generation.call_checks import OTHER_METHODS, SERVED
+from hf_spec.generation.call_checks import OTHER_METHODS, SUPPORTED_VALUES
+from hf_spec.generation.call_setup import UNSUPPORTED_ARGUMENTS
 from hf_spec.generation.hook import STORED, original_generate
-from hf_spec.generation.settling import REFUSED_ARGUMENTS
 from tests import tiny_models
 from tests.refusals import refuse
 from tests.tiny_models import build, ragged_batch
@@ -92,7 +92,13 @@ IRRELEVANT = {
 def test_every_field_of_a_generation_config_is_known() -> None:
     """A new one in a new version of transformers is to be supported, refused or explained."""
     fields = set(vars(GenerationConfig())) - set(STORED)
-    kinds = [set(SUPPORTED), set(SERVED), set(OTHER_METHODS), set(REPLACED_BY), set(IRRELEVANT)]
+    kinds = [
+        set(SUPPORTED),
+        set(SUPPORTED_VALUES),
+        set(OTHER_METHODS),
+        set(REPLACED_BY),
+        set(IRRELEVANT),
+    ]
     assert fields - set().union(*kinds) == set()
     assert sum(map(len, kinds)) == len(set().union(*kinds)), "one place for each"
 
@@ -111,7 +117,7 @@ def test_every_argument_of_generate_is_known() -> None:
         "kwargs",
     }
     # Passed as `kwargs` by newer versions, and to be removed from older ones.
-    assert set(parameters) - understood <= {*REFUSED_ARGUMENTS, "use_model_defaults"}
+    assert set(parameters) - understood <= {*UNSUPPORTED_ARGUMENTS, "use_model_defaults"}
 
 
 @pytest.mark.parametrize("name", SUPPORTED)

@@ -18,16 +18,16 @@ from tests.tiny_models import VOCAB, build, ragged_batch
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 4}, "num_beams=4.* set num_beams=1"),
-    ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 asks for contrastive search"),
-    ({"dola_layers": "low"}, "dola_layers='low' asks for DoLa"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 selects contrastive search"),
+    ({"dola_layers": "low"}, "dola_layers='low' selects DoLa"),
     ({"force_words_ids": [[5]]}, "force_words_ids=.* constrained beam search"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 .*spec_strategy='lookup'"),
     ({"assistant_early_exit": 1}, "assistant_early_exit=1 .*truncated_draft"),
-    ({"use_mtp": True}, "use_mtp=True asks for"),
-    ({"speculation_type": "dflash"}, "speculation_type='dflash' asks for"),
+    ({"use_mtp": True}, "use_mtp=True selects"),
+    ({"speculation_type": "dflash"}, "speculation_type='dflash' selects"),
     ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight=0.5 .*changes the output"),
-    ({"token_healing": True}, "token_healing=True asks for"),
-    ({"prefill_chunk_size": 8}, "prefill_chunk_size=8 asks for"),
+    ({"token_healing": True}, "token_healing=True selects"),
+    ({"prefill_chunk_size": 8}, "prefill_chunk_size=8 selects"),
     ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
     ({"use_cache": False}, "use_cache=False"),
     ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
@@ -62,7 +62,7 @@ class TestSettings:
         assert torch.equal(model.generate(**call, spec_strategy="lookup"), model.generate(**call))
 
     def test_a_static_cache_is_the_storage_that_there_is_anyway(self) -> None:
-        """None is made, also where a config asks for it; what comes back is an ordinary one."""
+        """None is made, also where a config selects it; what comes back is an ordinary one."""
         model = small_llama()
         config = GenerationConfig(cache_implementation="static", return_dict_in_generate=True)
         call = {"max_new_tokens": 6, "spec_strategy": "lookup"}
@@ -85,7 +85,7 @@ class TestSettings:
             ("custom_generate", "replaces the decoding loop"),
             ("negative_prompt_ids", "classifier-free guidance"),
             ("synced_gpus", "FSDP"),
-            ("inputs_embeds", "give the prompt as input_ids"),
+            ("inputs_embeds", "pass the prompt as input_ids"),
         ],
     )
     def test_arguments_of_other_methods(self, argument: str, match: str) -> None:
@@ -185,7 +185,7 @@ class TestPrompts:
             (PROMPT[None], r"shape \(1, 1, 21\)"),
             (PROMPT.tolist(), "input_ids of type list: .*tensor of token ids"),
             (PROMPT + VOCAB, "the model's vocabulary is 0 to 96"),
-            (PROMPT - 50, "input_ids hold values from -"),
+            (PROMPT - 50, "input_ids have values from -"),
         ],
     )
     def test_ids(self, ids: Any, match: str) -> None:
@@ -203,7 +203,7 @@ class TestPrompts:
     def test_a_row_of_padding_alone(self) -> None:
         batch = ragged_batch()
         batch["attention_mask"][2] = 0
-        refuse(r"rows \[2\] end in padding .* or hold nothing else", **batch)
+        refuse(r"rows \[2\] end in padding .* or are all padding", **batch)
 
     @pytest.mark.parametrize(
         ("mask", "match"),
@@ -302,7 +302,7 @@ class TestCaches:
     def test_of_another_batch(self) -> None:
         cache = self.filled(PROMPT[:, :5], build("llama"))
         refuse(
-            "holds 1 rows .* where the call has 2 rows",
+            "has 1 rows .* but the call has 2 rows",
             **{CACHE_NAME: cache},
             input_ids=PROMPT.repeat(2, 1),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation.encoder_inputs import decoder_kwargs, read_input
 from hf_spec.generation.own_prefill import Prompt
 from tests.targets.whisper_cases import build, own_encoder, sound

@@ -32,7 +32,7 @@ from hf_spec import (
     SpecRequestOutput,
     UnsupportedError,
 )
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.registry import parse_strategy
 from tests import criteria, tiny_models
 from tests.model_watch import count_forwards, snapshot
@@ -453,13 +453,18 @@ def many(length: int) -> list[list[int]]:
         ("prompt 0 is tensor", OptionError, [torch.ones(3)], {}),
         (r"prompt 0 is \[1.5\]", OptionError, [[1.5]], {}),
         ("prompt 0 is 7", OptionError, [7], {}),
-        ("prompt 1 holds no token", UnsupportedError, [[1], []], {}),
-        ("prompt 1 holds values from 3 to 97", UnsupportedError, [[1], [97, 3]], {}),
-        ("prompt 0 holds values from -1 to 2", UnsupportedError, [[-1, 2]], {}),
+        ("prompt 1 has no token", UnsupportedError, [[1], []], {}),
+        ("prompt 1 has values from 3 to 97", UnsupportedError, [[1], [97, 3]], {}),
+        ("prompt 0 has values from -1 to 2", UnsupportedError, [[-1, 2]], {}),
         ("max_batch=0", OptionError, PROMPTS, {"max_batch": 0}),
         ("max_batch=True", OptionError, PROMPTS, {"max_batch": True}),
         ("max_batch='4'", OptionError, PROMPTS, {"max_batch": "4"}),
-        ("aligned", OptionError, PROMPTS, {"spec_strategy": LookupConfig(batching="padded")}),
+        (
+            "aligns the KV cache",
+            OptionError,
+            PROMPTS,
+            {"spec_strategy": LookupConfig(batching="padded")},
+        ),
         ("TextStreamer follows", UnsupportedError, PROMPTS, {"streamer": TextStreamer(None)}),
         ("attention_mask=", UnsupportedError, PROMPTS, {"attention_mask": torch.ones(1, 3)}),
         ("output_scores=", UnsupportedError, PROMPTS, {"output_scores": True}),

@@ -24,7 +24,7 @@ from hf_spec import (
     collect_stats,
     truncated_draft,
 )
-from hf_spec.generation import settling
+from hf_spec.generation import call_setup
 from tests.tiny_models import TIMINGS, VOCAB, build, repetitive_prompt
 
 PROMPT = repetitive_prompt()
@@ -55,13 +55,13 @@ def tokenizer() -> T.PreTrainedTokenizerFast:
 def speculative_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Gains the strategy of every call that is decoded speculatively."""
     seen: list[Any] = []
-    works = settling.make_drafter
+    works = call_setup.make_drafter
 
     def make_drafter(config: Any, *args: Any) -> Any:
         seen.append(config)
         return works(config, *args)
 
-    monkeypatch.setattr(settling, "make_drafter", make_drafter)
+    monkeypatch.setattr(call_setup, "make_drafter", make_drafter)
     return seen
 
 
@@ -255,7 +255,7 @@ class TestStoredAssistants:
 
     def test_objects_are_refused(self, model: T.PreTrainedModel) -> None:
         for given in (model, [model], 3):
-            with pytest.raises(OptionError, match="holds folders and Hub ids"):
+            with pytest.raises(OptionError, match="stores folders and Hub ids"):
                 model.generation_config.assistant = given
 
 

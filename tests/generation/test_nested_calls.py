@@ -105,12 +105,12 @@ def test_a_nested_call_under_another_adapter(how: str, compiled: bool) -> None:
 
 def test_an_uncompiled_call_inside_a_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the other way round; each layer runs as its own call wants it."""
-    from hf_spec.engine.fast.layer_call import BoundProgram
+    from hf_spec.engine.fast.layer_call import BoundLayer
 
     model, runs = copy.deepcopy(tiny_models.build("llama")), []
-    run = BoundProgram.__call__
+    run = BoundLayer.__call__
     monkeypatch.setattr(
-        BoundProgram, "__call__", lambda self, *given: (runs.append(1), run(self, *given))[1]
+        BoundLayer, "__call__", lambda self, *given: (runs.append(1), run(self, *given))[1]
     )
     prompt = {**tiny_models.prompts("llama", "one"), **CALL}
     inside: list[tuple[bool, int]] = []

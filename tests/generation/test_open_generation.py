@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from hf_spec import AssistantError, LookupConfig, OptionError, UnsupportedError
 from hf_spec.generation.open_generation import OpenGeneration
 from tests import tiny_models
-from tests.engine.decode.test_open_batch import PROMPTS, generation, greedy
+from tests.open_requests import PROMPTS, generation, greedy
 
 
 def test_an_assistant_that_is_missing_is_missed_at_once() -> None:
@@ -36,7 +36,7 @@ def test_what_cannot_be_served_is_refused_when_it_comes(
 
 def test_a_prompt_of_no_tokens_or_of_others_is_refused() -> None:
     for prompt in ([], [tiny_models.VOCAB]):
-        with pytest.raises(UnsupportedError, match="prompt 0 holds"):
+        with pytest.raises(UnsupportedError, match="prompt 0 has"):
             generation().prepare("name", prompt, greedy())
 
 
@@ -47,7 +47,7 @@ def test_all_requests_have_one_strategy() -> None:
     own.prepare("name", PROMPTS[0], same)
     other = greedy()
     other.spec_strategy = LookupConfig(match_length=5)  # type: ignore[attr-defined]
-    with pytest.raises(OptionError, match="share the strategy"):
+    with pytest.raises(OptionError, match="so the strategy, which is"):
         own.prepare("name", PROMPTS[0], other)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation import own_prefill
 from hf_spec.generation.own_prefill import Prompt, first_round
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
@@ -64,7 +64,7 @@ def test_longrope_that_would_change_on_the_way(lengths: tuple[int, ...]) -> None
 
 
 def test_longrope_in_continuous_batching() -> None:
-    with pytest.raises(ValueError, match="by themselves"):
+    with pytest.raises(ValueError, match="separately"):
         longrope().generate_batch([[5] * 20], max_new_tokens=4, spec_strategy="lookup")
 
 
@@ -96,7 +96,7 @@ def test_a_prompt_of_text_takes_it_only_where_it_is_read_in_both_directions(name
     ],
 )
 def test_empty_inputs_say_nothing(value: Any, says: bool) -> None:
-    assert own_prefill.says_something(value) == says
+    assert own_prefill.has_content(value) == says
 
 
 def test_the_round_leaves_what_an_ordinary_one_leaves() -> None:
@@ -126,7 +126,7 @@ def test_the_round_leaves_what_an_ordinary_one_leaves() -> None:
                 drafter.observe(verdict, output)
         verdict, output = seen[0]
         hidden = [output.hidden[-1][[*output.pending[row], output.nodes[row]]] for row in range(2)]
-        found.append((state.tokens, runner.stored, runner.forwards, hidden, runner))
+        found.append((state.tokens, runner.rows.stored, runner.forwards, hidden, runner))
     mine, usual = found
     assert mine[:3] == usual[:3]
     for one, other in zip(mine[3], usual[3], strict=True):
@@ -144,7 +144,7 @@ def test_a_refused_draft_model_is_refused_before_the_first_forward() -> None:
     inputs = image_cases.with_images("qwen3_vl", "one")
     with (
         count_forwards(target, draft) as forwards,
-        pytest.raises(ValueError, match=r"takes images as 'qwen2_vl' does.*'qwen3_vl'.*text model"),
+        pytest.raises(ValueError, match=r"takes images like 'qwen2_vl'.*'qwen3_vl'.*text model"),
     ):
         target.generate(**inputs, max_new_tokens=4, spec_strategy="draft", assistant=draft)
     assert forwards == []

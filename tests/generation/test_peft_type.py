@@ -126,7 +126,7 @@ class TestTransformers:
     def test_a_taken_name(self, folder: Path) -> None:
         model = fresh_model()
         model.load_adapter(folder)
-        with pytest.raises(AssistantError, match="an adapter 'default' already"):
+        with pytest.raises(AssistantError, match="the adapter 'default' already exists"):
             model.load_adapter(folder)
 
     def test_training_is_elsewhere(self, folder: Path) -> None:
@@ -283,7 +283,7 @@ class TestChoosing:
     def test_another_set_of_weights_under_a_name_that_is_taken(self, tmp_path: Path) -> None:
         model = PeftModel.from_pretrained(fresh_model(), str(save_sample(tmp_path / "a", "falcon")))
         model.load_adapter(str(tmp_path / "a"), "default")
-        with pytest.raises(AssistantError, match="'default' is loaded already, with other weights"):
+        with pytest.raises(AssistantError, match="'default' is already loaded with other weights"):
             model.load_adapter(str(save_sample(tmp_path / "b", "sdsat")), "default")
 
 

@@ -1,4 +1,4 @@
-"""Targets in training mode, and adapters for single rows, are refused where drafts disturb them."""
+"""Checks of the target for a call: training mode, quantization, adapters of rows, lengths."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_spec import UnsupportedError
+from tests import any_class
 from tests.model_watch import count_forwards, snapshot
 from tests.refusals import PROMPT, refuse, small_llama
 from tests.tiny_models import build, prompts, speculation
@@ -58,7 +59,7 @@ class TestQuantizeDynamic:
         alone, beside = layer(states[:1]), layer(states)[:1]
         assert (alone - beside).norm() > 0.1 * alone.norm()
         refuse(r"model\.layers\.0\..* of LlamaForCausalLM .* one scale", model=model)
-        with pytest.raises(UnsupportedError, match="by one scale"):
+        with pytest.raises(UnsupportedError, match="with one scale"):
             model.generate_batch([[3, 4, 5]], spec_strategy="lookup", max_new_tokens=4)
 
     def test_half_precision_keeps_tokens_apart(self) -> None:
@@ -125,10 +126,35 @@ class TestAdaptersOfARow:
         model = with_lora("llama", alora_invocation_tokens=ids[0, 30:32].tolist())
         assert self.greedy(model, input_ids=ids) != self.greedy(build("llama"), input_ids=ids)
         before = snapshot(model.get_base_model())
-        with pytest.raises(UnsupportedError, match="aLoRA adapters begin at a place"):
+        with pytest.raises(UnsupportedError, match="aLoRA adapters begin at a position"):
             self.greedy(model, input_ids=ids, spec_strategy="lookup")
         assert snapshot(model.get_base_model()) == before
         # Without its tokens the adapter does nothing.
         other = ids[:, ids[0] != ids[0, 30]]
         drafted = self.greedy(model, input_ids=other, spec_strategy="lookup")
         assert drafted == self.greedy(model, input_ids=other)
+
+
+INDEXED = {
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    # Of its layers some take the choice of an earlier one.
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+}
+
+
+def test_rotary_scaling_that_depends_on_the_length() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = small_llama(rope_parameters=rope, max_position_embeddings=32)
+    refuse("rope_type='dynamic' .* past 32 tokens", model=model, max_new_tokens=30)
+    model.generate(PROMPT, max_new_tokens=4, spec_strategy="lookup")
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_an_index_that_leaves_tokens_out(kind: str) -> None:
+    model = any_class.build(kind, INDEXED[kind])
+    assert model.config.get_text_config().index_topk == 64
+    room = 64 - PROMPT.shape[1]
+    refuse("at most 64 tokens", model=model, max_new_tokens=room + 1)
+    call = {"max_new_tokens": room, "do_sample": False}
+    plain = model.generate(PROMPT, **call)
+    assert torch.equal(model.generate(PROMPT, **call, spec_strategy="lookup"), plain)

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 from hf_spec_kernels.build import BuildError
-from hf_spec_kernels.decoder_layer import Attention, Storage, Weight, build_layer, weight_of
+from hf_spec_kernels.decoder_layer import Attention, Call, Storage, Weight, build_layer, weight_of
 from hf_spec_kernels.packed_linear import pack_weight
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,8 +18,10 @@ pytestmark = needs_compiler
 
 HEAD = (
     '#include "decoder_layer/layer.h"\n'
-    'extern "C" void run(const void* const* inputs, void* const* outputs, const Weight* weights, '
-    "const Attention* attention, int64_t tokens, int threads) {"
+    'extern "C" void run(const void* const* constants, const Weight* weights, '
+    "const Attention* attention, const Call* call) {\n"
+    "const auto* inputs = call->inputs; auto* outputs = call->outputs;\n"
+    "const int64_t tokens = call->tokens; const int threads = call->threads;\n"
 )
 EACH = "for (int64_t i = 0; i < tokens; ++i) narrow({code}, static_cast<{type}*>(outputs[0])[i]);"
 
@@ -28,13 +30,21 @@ def addresses(*tensors: Tensor) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
+def call(inputs: list[Tensor], outputs: list[Tensor], tokens: int) -> tuple[int, object]:
+    """The address of a C++ call, and what must live as long."""
+    arrays = addresses(*inputs), addresses(*outputs)
+    structure = Call(*map(ctypes.addressof, arrays), None, None, tokens, 1)
+    return ctypes.addressof(structure), (structure, arrays)
+
+
 def computed(code: str, numbers: Tensor) -> Tensor:
     """An expression of every number."""
     kind = "float" if numbers.dtype == torch.float32 else "bfloat16"
     text = code.format(f"number(static_cast<const {kind}*>(inputs[0])[i])")
     run = build_layer("\n".join([HEAD, EACH.format(code=text, type=kind), "}"]))
     found = torch.empty_like(numbers)
-    run(addresses(numbers), addresses(found), None, None, numbers.numel(), 1)
+    address, _alive = call([numbers], [found], numbers.numel())
+    run(None, None, None, address)
     return found
 
 
@@ -79,7 +89,8 @@ def test_products(dtype: torch.dtype, is_packed: bool) -> None:
     )
     used = pack_weight(weight) if is_packed else weight
     table = (Weight * 1)(weight_of(used))
-    run(addresses(states, bias), addresses(found), table, None, 5, 1)
+    address, _alive = call([states, bias], [found], 5)
+    run(None, table, None, address)
     expected = F.linear(states.float(), weight.float(), bias.float())
     torch.testing.assert_close(found.float(), expected, atol=1e-5, rtol=1e-2)
 

@@ -124,7 +124,7 @@ def test_what_stays_here_is_named(tmp_path: Path) -> None:
 
 def test_nothing_is_overwritten(target: str, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
-    with pytest.raises(OptionError, match="is there already"):
+    with pytest.raises(OptionError, match="exists already"):
         export_head(heads.sample().folder, tmp_path, "vllm", target)
 
 

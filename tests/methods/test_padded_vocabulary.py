@@ -10,8 +10,7 @@ import torch
 
 import hf_spec
 from hf_spec import DraftConfig
-from hf_spec.evaluation.bench.contenders import plain
-from hf_spec.evaluation.bench.known_answers import PlainAnswers
+from hf_spec.evaluation.bench.contenders import BaselineOutputs, plain
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.training.answers import answer_logits
 from hf_spec.training.responses import Response
@@ -88,7 +87,7 @@ def test_transformers_loop_takes_its_candidates() -> None:
     prompt = prompts("llama", "one")["input_ids"]
     drafter = DraftModelDrafter(DraftConfig(max_draft_tokens=4), itself, vocab_size=VOCAB)
     candidates, _ = drafter.get_candidates(prompt)
-    answers = PlainAnswers(plain(target))(prompt, 4)
+    answers = BaselineOutputs(plain(target))(prompt, 4)
     assert candidates[0, prompt.shape[1] :].tolist() == answers[0]
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("openai", reason="needs the extra 'serve'")
 
 import httpx2
 
-from hf_spec.serving.handlers import ServedModel, reading
+from hf_spec.serving.handlers import ServedModel, content_errors_as_400
 from tests.serving.test_checks import post
 
 
@@ -34,19 +34,19 @@ from tests.serving.test_checks import post
     ],
 )
 def test_errors_about_contents_are_the_clients(error: Exception, message: str) -> None:
-    with pytest.raises(RequestError) as found, reading():
+    with pytest.raises(RequestError) as caught, content_errors_as_400():
         raise error
-    assert found.value.status == 400
-    assert str(found.value) == message
+    assert caught.value.status == 400
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("full"), MemoryError(), OSError(), StoppedError()]
 )
 def test_others_are_not(error: Exception) -> None:
-    with pytest.raises(type(error)) as found, reading():
+    with pytest.raises(type(error)) as caught, content_errors_as_400():
         raise error
-    assert found.value is error
+    assert caught.value is error
 
 
 def test_no_other_model_is_loaded(folder: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ MESSAGES = [{"role": "user", "content": "babebi"}]
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take long, so that answers do."""
-    from hf_spec.engine.decode.open_batch import OpenBatch
+    from hf_spec.engine.decode.continuous_batching import OpenBatch
 
     step = OpenBatch.step
 

@@ -62,7 +62,7 @@ class TestModels:
         assert httpx2.post(url, data={"model": "/tmp"}, files=file).status_code == 404
         own = httpx2.post(url, data={"model": served.model}, files=file)
         assert own.status_code == 400
-        assert "does not transcribe" in own.json()["error"]["message"]
+        assert "does not support transcription" in own.json()["error"]["message"]
         assert httpx2.post(url, data={"model": served.model}).status_code == 400
 
     def test_nor_for_decisions(self, served: Served) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hf_spec.serving.counts import Load
 from hf_spec.serving.errors import QueueFullError, SequenceError, StoppedError
+from hf_spec.serving.metrics import Load
 from hf_spec.serving.scheduler import Scheduler
-from tests.engine.decode.test_open_batch import PROMPTS, alone, generation, greedy
+from tests.open_requests import PROMPTS, alone, generation, greedy
 
 LIMIT = 60.0
 

@@ -269,7 +269,7 @@ def rejected_are_kept(
 ) -> dict[int, list[int]]:
     """The state goes on over all that was drafted of a chain."""
     ran: dict[int, list[int]] = {}
-    for row, offset in mixers._round.places:
+    for row, offset in mixers._round.inputs:
         ran.setdefault(row, []).append(offset)
     return {row: ran[row] for row in paths}
 

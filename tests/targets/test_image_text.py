@@ -24,7 +24,7 @@ from hf_spec import AssistantError, SpecGenerateOutput
 from hf_spec.backend.device.capture import padded_steps
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.engine.decode import drafter
-from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.evaluation.lossless.distribution import chi_square
 from hf_spec.generation import own_prefill
 from hf_spec.generation.one_call import generate_with
@@ -378,7 +378,11 @@ def test_an_exception_leaves_the_model_as_it_was() -> None:
 )
 def test_video_and_sound_are_refused(name: str) -> None:
     given = {name: torch.zeros(1, 4)}
-    refuse(f"{name}: prompts with video or sound", model=build("qwen3_vl"), **given)
+    refuse(
+        f"{name}: spec_strategy supports prompts of text and images",
+        model=build("qwen3_vl"),
+        **given,
+    )
 
 
 def test_a_prompt_that_ends_inside_an_image() -> None:
@@ -394,7 +398,7 @@ def test_a_prompt_that_ends_inside_an_image() -> None:
 
 def test_a_draft_model_that_takes_other_images() -> None:
     refuse(
-        "takes images as 'llava' does, the target as 'gemma3'",
+        "takes images like 'llava', but the target like 'gemma3'",
         error=AssistantError,
         model=build("gemma3"),
         spec_strategy="draft",
@@ -409,7 +413,7 @@ def test_generate_batch_runs_text_alone() -> None:
     for request, one in zip(output.values(), prompts, strict=True):
         alone = build("gemma3").generate(torch.tensor([one]), max_new_tokens=8, do_sample=False)
         assert request.generated_tokens == alone[0, len(one) :].tolist()
-    with pytest.raises(hf_spec.UnsupportedError, match=r"PaliGemma.* by themselves.*use generate"):
+    with pytest.raises(hf_spec.UnsupportedError, match=r"PaliGemma.* separately.*use generate"):
         build("paligemma").generate_batch(prompts, max_new_tokens=8, spec_strategy="lookup")
 
 

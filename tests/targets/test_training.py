@@ -77,7 +77,7 @@ disco.train_disco(model, hf_spec.truncated_draft(model, 2), responses, folder, s
 FALCON = """
 from hf_spec.methods.falcon.training import train_falcon
 from hf_spec.training.features import Text
-from tests.training import test_falcon
+from tests.methods.falcon import test_training as test_falcon
 few = replace(test_falcon.RUN, epochs=2, accumulate=2, batch_tokens=40)
 texts = [Text(response) for response in responses]
 train_falcon(build("llama"), texts, folder, test_falcon.SETTINGS, few)

@@ -22,8 +22,8 @@ from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 import hf_spec
 from hf_spec import SpecStats, collect_stats
 from hf_spec.common.compat import CACHE_NAME, output_cache
+from hf_spec.engine import model_call, runner
 from hf_spec.engine.decode import drafter
-from hf_spec.engine.forward import model_call, runner
 from hf_spec.engine.models import cross_attention
 from hf_spec.evaluation.lossless.distribution import chi_square
 from hf_spec.generation import hook
@@ -462,7 +462,7 @@ class TestRefusals:
     def test_attention_without_masks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = own_encoder()
         monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
-        refuse("takes no mask of a draft tree", model=model, input_features=sound(1))
+        refuse("takes no tree mask", model=model, input_features=sound(1))
 
     def test_a_falcon_head(self) -> None:
         with pytest.raises(hf_spec.UnsupportedError, match="takes no attention function"):

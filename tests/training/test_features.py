@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_spec import OptionError
-from hf_spec.engine.forward import runner
+from hf_spec.engine import runner
 from hf_spec.training import answers
 from hf_spec.training import features as module
 from hf_spec.training.features import (

@@ -219,7 +219,7 @@ def test_other_line_separators_are_text(path: Path) -> None:
 
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OptionError, match="pipe is a pipe; name a regular file"):
+    with pytest.raises(OptionError, match="pipe is a pipe; use a regular file"):
         list(read_responses(tmp_path / "pipe"))
 
 
@@ -242,7 +242,7 @@ def test_a_line_that_is_no_answer_is_named(path: Path, line: str) -> None:
     lines = path.read_text().splitlines()
     text = "\n".join([*lines[:3], line, *lines[3:]]) + "\n"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(OptionError, match=r"line 4: .* leave the line out"):
+    with pytest.raises(OptionError, match=r"line 4: .* remove the line"):
         list(read_responses(path))
 
 

@@ -24,7 +24,7 @@ import hf_spec
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 
 CHUNKS = (2, 3, 4, 7, 8, 12, 13, 16, 17, 32, 33, 48, 64, 65, 100, 128)
 # Siblings beside the path, per node of it.

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from examples.studies.timing import add_options, begin, write_record
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.tables import Table
 
 DRAFTED = 7

@@ -8,9 +8,11 @@ where the adapters lie. Each model's results are a JSON file and a folder of plo
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from hf_spec.cli.bench import run_and_write
@@ -74,6 +76,18 @@ MODELS = {
 }
 
 
+def digests(tested: TestedModel, adapters: Path) -> dict[str, str]:
+    """Return the SHA-256 of each adapter's weights, by which a record is known to be current."""
+    files = {
+        name: adapters / name / "adapter_model.safetensors" for name in tested.adapters.values()
+    }
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for name, path in files.items()
+        if path.is_file()
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     """Command line; prints the tables of each model and writes its files."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -110,7 +124,12 @@ def main(argv: list[str] | None = None) -> None:
             suite,
         )
         command = f"python -m examples.studies.full_table.measure {' '.join(given)}"
-        facts = {"command": command, "model": tested.name}
+        facts = {
+            "command": command,
+            "model": tested.name,
+            "date": date.today().isoformat(),
+            "adapters": digests(tested, options.adapters),
+        }
         report = run_and_write(
             benchmark, facts, options.out / f"{name}.json", options.out / f"{name}_plots"
         )

@@ -29,7 +29,7 @@ from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.generation.one_call import generate_with
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter

@@ -32,7 +32,7 @@ from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.engine.fast.cuda_graphs import WARM_UPS
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.bench.timing import timed
 

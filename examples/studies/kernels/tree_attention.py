@@ -30,8 +30,9 @@ from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kernel_layout import ragged_layout, tensors_of, with_tensors
-from hf_spec.engine.forward.packing import RowWork, pack
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.packing import pack
+from hf_spec.engine.forward.row_batch import RowWork
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.step_cost import tree_of
 from hf_spec.evaluation.bench.summary import spread
 from hf_spec.evaluation.bench.tables import Table

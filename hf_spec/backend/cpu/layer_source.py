@@ -87,7 +87,7 @@ class LayerSource:
     outputs: tuple[tuple[torch.Size, torch.dtype], ...]
 
 
-def layer_source(graph: fx.Graph) -> LayerSource:
+def layer_source(graph: fx.Graph, num_constants: int = 0) -> LayerSource:
     """C++ that computes what a traced graph of operations does.
 
     Its sizes are numbers but for that of the tokens; `hf_spec.multiply` and `hf_spec.attend` are
@@ -97,7 +97,7 @@ def layer_source(graph: fx.Graph) -> LayerSource:
         SourceError: if there is no C++ for some of it.
     """
     text = ProgramText()
-    writer = _Writer(text)
+    writer = _Writer(text, num_constants)
     outputs: Sequence[Value] = ()
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
         writer.give(index, node)
@@ -118,7 +118,8 @@ class _Writer:
         products, attention: see `LayerSource`.
     """
 
-    def __init__(self, text: ProgramText) -> None:
+    def __init__(self, text: ProgramText, num_constants: int) -> None:
+        self._num_constants = num_constants
         self.products: list[ProductPlan] = []
         self.attention: AttentionPlan | None = None
         self._values: dict[fx.Node, Any] = {}
@@ -137,7 +138,7 @@ class _Writer:
         form = torch.empty(shape, device="meta")
         if axis is None:
             form = form.as_strided(shape, tensor.stride())
-        leaf = self._text.array(form, tensor.dtype, f"in{index}", f"inputs[{index}]")
+        leaf = self._text.array(form, tensor.dtype, f"in{index}", self._argument(index))
         self._values[node] = Value.of(leaf, tensor.dtype)
 
     def give_back(self, index: int, node: fx.Node) -> Value:
@@ -299,7 +300,7 @@ class _Writer:
         shape = torch.Size([*states.shape[:-1], outputs])
         to, index = self._text.memory(shape, states.dtype), len(self.products)
         self.products.append(ProductPlan(numbers[0], shape.numel() // outputs // TOKENS))
-        added = "nullptr" if bias is None else f"inputs[{numbers[1]}]"
+        added = "nullptr" if numbers[1] is None else self._argument(numbers[1])
         self._text.for_all(
             f"multiply(weights[{index}], {leaf.address}, {added}, {to.address}, "
             f"{self.products[-1].rows} * tokens, {inputs}, {outputs}, threads);",
@@ -334,15 +335,21 @@ class _Writer:
         places = [f"{leaf.address}, {_steps(leaf)}" for leaf in leaves]
         scale = constant(width**-0.5 if scaling is None else scaling)
         self._text.for_all(
-            f"store(*attention, attention->keys, {places[1]}, tokens, {kv_heads}, {width});\n"
-            f"store(*attention, attention->values, {places[2]}, tokens, {kv_heads}, "
+            f"store(*attention, attention->keys, call->places, {places[1]}, tokens, {kv_heads}, "
+            f"{width});\n"
+            f"store(*attention, attention->values, call->places, {places[2]}, tokens, {kv_heads}, "
             f"{value_width});\n"
-            f"attend(*attention, {places[0]}, {to.address}, "
+            f"attend(*attention, call->layout, {places[0]}, {to.address}, "
             f"{added[0].address if added else 'nullptr'}, {scale}, {constant(softcap or 0.0)}, "
             f"{heads}, {kv_heads}, {width}, {value_width}, threads);",
             [*leaves, *added, to],
         )
         return Value.of(to, dtype)
+
+    def _argument(self, index: int) -> str:
+        """Return the C++ that reads the address of an input."""
+        constants = self._num_constants
+        return f"constants[{index}]" if index < constants else f"inputs[{index - constants}]"
 
     def _input(self, node: fx.Node | None) -> int | None:
         """The number of the input that a node is, all of it as the caller has it."""

@@ -25,8 +25,12 @@ from hf_spec.backend.cpu.layer_values import (
 MIN_TOKENS = 8
 HEAD = """#include "decoder_layer/layer.h"
 
-extern "C" void run(const void* const* inputs, void* const* outputs, const Weight* weights,
-                    const Attention* attention, int64_t tokens, int threads) {"""
+extern "C" void run(const void* const* constants, const Weight* weights,
+                    const Attention* attention, const Call* call) {
+const void* const* const inputs = call->inputs;
+void* const* const outputs = call->outputs;
+const int64_t tokens = call->tokens;
+const int threads = call->threads;"""
 
 
 class ProgramText:
@@ -110,7 +114,7 @@ class ProgramText:
         lines = []
         for name, array in self._arrays.items():
             if array.given:
-                kept = "const " if array.given.startswith("inputs") else ""
+                kept = "" if array.given.startswith("outputs") else "const "
                 kind = f"{kept}{array.kind}*"
                 lines.append(f"{kind} const all_{name} = static_cast<{kind}>({array.given});")
         return lines

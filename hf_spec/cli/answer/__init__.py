@@ -1,1 +1,1 @@
-"""`hf-spec generate` and `hf-spec chat`: answers in the terminal."""
+"""`hf-spec generate` and `hf-spec chat`."""

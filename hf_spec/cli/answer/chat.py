@@ -9,24 +9,22 @@ import typer
 
 from hf_spec.cli import options
 
-LONGER = options.AnswerSettings(max_new_tokens=512)
+CHAT_DEFAULTS = options.AnswerSettings(max_new_tokens=512)
 
 
 @options.from_settings
 def chat(
     *,
     model: options.ModelArgument,
-    settings: options.AnswerSettings = LONGER,
+    settings: options.AnswerSettings = CHAT_DEFAULTS,
     assistant: options.Assistants = None,
-    system: Annotated[
-        str | None, typer.Option(help="A system message before the conversation.")
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     placement: options.Placement,
 ) -> None:
-    """Talk with a model in the terminal.
+    """Chat with a model in the terminal.
 
-    Answers appear as they are generated; accepted draft tokens are green, the target's own plain.
-    Ctrl-C stops an answer, /help lists what else can be typed.
+    Answers are streamed; accepted draft tokens are green. Ctrl-C stops an answer, /help lists the
+    commands.
 
         hf-spec chat MODEL
         hf-spec chat MODEL --strategy falcon@HEAD --max-new-tokens 256
@@ -35,10 +33,10 @@ def chat(
     from rich.console import Console
 
     from hf_spec.cli.answer.conversation import Conversation
-    from hf_spec.cli.answer.speaker import Speaker
+    from hf_spec.cli.answer.responder import Responder
 
-    speaker = Speaker.load(model, placement, settings, assistant)
+    responder = Responder.load(model, placement, settings, assistant)
     if importlib.util.find_spec("readline") is not None:
-        # Its import lets input() edit lines and remember them.
+        # Importing it adds line editing and history to input().
         importlib.import_module("readline")
-    Conversation(speaker, Console(highlight=False), system).run()
+    Conversation(responder, Console(highlight=False), system).run()

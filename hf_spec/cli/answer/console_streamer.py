@@ -1,8 +1,8 @@
-"""Text on the terminal as it is generated, accepted draft tokens in a style of their own.
+"""Streaming to the terminal with a separate style for accepted draft tokens.
 
-The engine hands on the tokens of a round together: accepted draft tokens, then the target's own.
-Only a round that a stop rule cuts short lacks the latter; then the last token is the one that ends
-the text, which is not shown, for drafts leave room for the target's token under a token limit.
+The engine passes the tokens of a round together: accepted draft tokens, then the bonus token. Only
+a round cut by a stop rule has no bonus token; its last token is then the end-of-sequence token,
+which is not shown.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ ACCEPTED_STYLE = "green"
 
 
 class DraftedTextStreamer(BatchTextStreamer):
-    """Calls `on_piece` with the text of one sequence, and whether it was drafted and accepted."""
+    """Streamer of one sequence that calls `on_piece(text, is_accepted_draft)`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_piece: Callable[[str, bool], None]):
-        super().__init__(tokenizer, self._hand_on, skip_special_tokens=True)
+        super().__init__(tokenizer, self._forward, skip_special_tokens=True)
         self._on_piece = on_piece
         self._drafted = False
 
     def put_row(self, row: int, token_ids: list[int]) -> None:
-        """Take the tokens of a round: all but the last are accepted draft tokens."""
+        """Receive the tokens of a round; all but the last are accepted draft tokens."""
         for drafted, part in ((True, token_ids[:-1]), (False, token_ids[-1:])):
             self._drafted = drafted
             if part:
                 super().put_row(row, part)
 
-    def _hand_on(self, row: int, text: str, ended: bool) -> None:
+    def _forward(self, row: int, text: str, ended: bool) -> None:
         if text:
             self._on_piece(text, self._drafted)
 
 
 class ConsoleStreamer(DraftedTextStreamer):
-    """Prints the text of one sequence, accepted draft tokens in a style of rich, and keeps it."""
+    """Streamer that prints one sequence, with a `rich` style for accepted drafts, and stores it."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, console: Console, accepted_style: str = ""
@@ -57,5 +57,5 @@ class ConsoleStreamer(DraftedTextStreamer):
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, with which a model could command the terminal."""
+    """Return `text` without control characters, which could control the terminal."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")

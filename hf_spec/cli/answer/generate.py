@@ -1,4 +1,4 @@
-"""`hf-spec generate`: one prompt, one answer; or those of a file."""
+"""`hf-spec generate`: generate from one prompt or from a file of prompts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from rich.console import Console
 from hf_spec.cli import options
 from hf_spec.common.files import read_text
 
-# Prompts that are answered at a time.
+# Default of --batch-size.
 BATCH_SIZE = 8
 
 
 @options.from_settings
-def generate(  # noqa: PLR0913 - one parameter an option
+def generate(  # noqa: PLR0913 - one parameter per option
     *,
     model: options.ModelArgument,
-    prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - reads it from standard input.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt; - reads standard input.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Text file with the prompt.")
     ] = None,
@@ -33,22 +31,22 @@ def generate(  # noqa: PLR0913 - one parameter an option
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Many prompts: JSON lines with turns and id (.jsonl), or a text file with one a "
-            "line. Processes of accelerate or torchrun share them.",
+            help="File of prompts: JSON lines with turns and id (.jsonl), or text with one prompt "
+            "per line. Processes of accelerate or torchrun share them.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="JSON lines with the answers to --prompts, in their order; an interrupted run "
-            "resumes."
+            help="JSON lines with the answers to --prompts, in the same order; an interrupted run "
+            "can be resumed."
         ),
     ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help=f"Prompts of --prompts that are answered at a time; {BATCH_SIZE} by default.",
+            help=f"Batch size for --prompts. Default: {BATCH_SIZE}.",
         ),
     ] = None,
     settings: options.AnswerSettings,
@@ -57,13 +55,13 @@ def generate(  # noqa: PLR0913 - one parameter an option
         bool | None,
         typer.Option(
             "--chat-template/--raw",
-            help="Put the prompt into the model's chat template, or continue it as it is; the "
-            "template, if there is one, by default.",
+            help="Apply the model's chat template, or continue the raw prompt. Default: apply the "
+            "template if there is one.",
         ),
     ] = None,
     placement: options.Placement,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Say on standard error what speculation brought.")
+        bool, typer.Option("--stats", help="Print statistics to standard error.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, token ids and statistics.")
@@ -71,8 +69,8 @@ def generate(  # noqa: PLR0913 - one parameter an option
 ) -> None:
     """Continue or answer a prompt.
 
-    The text is that of plain generate(); a strategy changes how fast it comes. In a terminal it
-    appears as it is generated, otherwise once it is whole.
+    The output is that of plain generate(); a strategy only changes the speed. In a terminal it is
+    streamed, otherwise printed at the end.
 
         hf-spec generate MODEL "Why is the sky blue?" --stats
         hf-spec generate MODEL --prompt-file code.py --raw --strategy lookup
@@ -81,29 +79,31 @@ def generate(  # noqa: PLR0913 - one parameter an option
         accelerate launch -m hf_spec generate MODEL --prompts in.jsonl --out out.jsonl
     """
     from hf_spec.cli.answer.console_streamer import ConsoleStreamer
-    from hf_spec.cli.answer.speaker import Speaker
+    from hf_spec.cli.answer.responder import Responder
 
     if prompts is not None or out is not None:
         if prompts is None or out is None or prompt is not None or prompt_file is not None:
-            raise typer.BadParameter("--prompts and --out go together, without another prompt")
+            raise typer.BadParameter("--prompts needs --out and no other prompt")
         if as_json or stats:
-            raise typer.BadParameter("--json and --stats are for one prompt, not for --prompts")
+            raise typer.BadParameter(
+                "--json and --stats support only a single prompt; leave them out with --prompts"
+            )
         from hf_spec.cli.answer.many import answer_all
 
-        load = partial(Speaker.load, model, placement, settings, assistant)
+        load = partial(Responder.load, model, placement, settings, assistant)
         answer_all(load, prompts, out, batch_size or BATCH_SIZE, chat_template)
         return
     if batch_size is not None:
-        raise typer.BadParameter("--batch-size is for many prompts; add --prompts and --out")
+        raise typer.BadParameter("--batch-size needs --prompts and --out")
     text = _prompt(prompt, prompt_file)
-    speaker = Speaker.load(model, placement, settings, assistant)
-    ids = speaker.encode_text(text, chat_template)
+    responder = Responder.load(model, placement, settings, assistant)
+    ids = responder.encode_text(text, chat_template)
     console = Console(highlight=False)
-    live = console.is_terminal and not as_json
-    streamer = ConsoleStreamer(speaker.tokenizer, console) if live else None
-    output: Any = speaker.generate(ids, streamer)
+    streams = console.is_terminal and not as_json
+    streamer = ConsoleStreamer(responder.tokenizer, console) if streams else None
+    output: Any = responder.generate(ids, streamer)
     new = output.sequences[0, ids.shape[1] :].tolist()
-    answer = speaker.tokenizer.decode(new, skip_special_tokens=True)
+    answer = responder.tokenizer.decode(new, skip_special_tokens=True)
     if as_json:
         facts = {
             "model": model,
@@ -115,14 +115,14 @@ def generate(  # noqa: PLR0913 - one parameter an option
         }
         typer.echo(json.dumps(facts))
     else:
-        typer.echo("" if live else answer)
+        typer.echo("" if streams else answer)
     if stats:
-        typer.echo(f"{speaker.entry.name}:\n{output.spec_stats}", err=True)
+        typer.echo(f"{responder.entry.name}:\n{output.spec_stats}", err=True)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
-        raise typer.BadParameter("give a prompt (- for standard input) or --prompt-file")
+        raise typer.BadParameter("pass either a prompt (- for standard input) or --prompt-file")
     if file is not None:
         text = read_text(file)
     else:

@@ -1,14 +1,13 @@
-"""Answers to a file of prompts, by any number of processes, each answer written once.
+"""Resumable generation from a file of prompts with any number of processes.
 
-Every process answers its share of the prompts and appends to a file of its own beside the last one:
+Every process generates for its share of the prompts and appends to its own file:
 
-    OUT.0.part, OUT.1.part, ...     the first line identifies the run, every other one is an answer
-    OUT                             all answers in the order of the prompts, once there are all
+    OUT.0.part, OUT.1.part, ...     first line: identification of the run; then one answer per line
+    OUT                             all answers in the order of the prompts, at the end
 
-An answer is matched with its prompt by a key of model, settings and prompt (`answer_keys`), so a
-run resumes from the answers in all these files, whatever number of processes wrote them and in
-whatever order the prompts are now. The process that writes the last answer joins the parts, so no
-process waits for another.
+An answer is matched with its prompt by a key of model, settings and prompt (`answer_keys`). So a
+run resumes from the answers in all these files, with any number of processes and any order of
+prompts. The process that writes the last answer joins the parts; no process waits for another.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ import typer
 from filelock import FileLock
 from torch import Tensor
 
-from hf_spec.cli.answer.speaker import Speaker
+from hf_spec.cli.answer.responder import Responder
 from hf_spec.cli.options import check_out
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import (
+    atomic_write,
     check_head,
+    complete_lines,
     parse_json_lines,
     read_text,
     resume_lines,
-    whole_lines,
-    written_whole,
 )
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.training.answer_keys import answer_keys, check_answered, model_facts
@@ -44,76 +43,76 @@ FORMAT = "hf_spec.answers"
 
 
 def answer_all(
-    load: Callable[[], Speaker],
+    load: Callable[[], Responder],
     source: Path,
     out: Path,
     batch_size: int,
     chat_template: bool | None,
 ) -> None:
-    """Answer this process's share of the prompts in `source`, and write `out` if it is the last.
+    """Generate for this process's share of the prompts, and write `out` if all answers exist.
 
     Raises:
-        OptionError: if `out` holds something else, or answers of another model, of other settings
-            or to other prompts.
-        SpecError: as of `Speaker.load` and `Speaker.generate_each`.
+        OptionError: if `out` has other contents, or answers of another model, other settings or
+            other prompts.
+        SpecError: see `Responder.load` and `Responder.generate_each`.
     """
     check_out(out, source)
     prompts = load_prompts(source)
-    several = next((prompt.id for prompt in prompts if len(prompt.turns) > 1), None)
-    if several is not None:
-        raise OptionError(f"{source}: prompt {several!r} has several turns; give one a line")
-    speaker = load()
-    run = _facts(speaker, chat_template)
-    ids = [speaker.encode_text(prompt.turns[0], chat_template) for prompt in prompts]
+    multi_turn = next((prompt.id for prompt in prompts if len(prompt.turns) > 1), None)
+    if multi_turn is not None:
+        raise OptionError(f"{source}: prompt {multi_turn!r} has several turns; use one per line")
+    responder = load()
+    run = _facts(responder, chat_template)
+    ids = [responder.encode_text(prompt.turns[0], chat_template) for prompt in prompts]
     keys = answer_keys(run, (row[0].tolist() for row in ids))
     answered = _answered(out, run, keys)
     state = processes()
     with state.split_between_processes(list(range(len(prompts)))) as share:
         todo = [number for number in share if keys[number] not in answered]
-    if speaker.settings.seed is not None:
-        # Processes that draw alike would answer like prompts alike.
-        torch.manual_seed(speaker.settings.seed + state.process_index)
+    if responder.settings.seed is not None:
+        # With equal seeds, processes would give equal answers to equal prompts.
+        torch.manual_seed(responder.settings.seed + state.process_index)
     if todo:
-        own = out.with_name(f"{out.name}.{state.process_index}.part")
-        resume_lines(own, run)
-        with own.open("a", encoding="utf-8") as file:
-            for place, line in _answers(speaker, [ids[number] for number in todo], batch_size):
-                known_by = {"id": prompts[todo[place]].id, "key": keys[todo[place]]}
-                file.write(json.dumps({**known_by, **line}) + "\n")
+        part = out.with_name(f"{out.name}.{state.process_index}.part")
+        resume_lines(part, run)
+        with part.open("a", encoding="utf-8") as file:
+            for index, line in _answers(responder, [ids[number] for number in todo], batch_size):
+                identity = {"id": prompts[todo[index]].id, "key": keys[todo[index]]}
+                file.write(json.dumps({**identity, **line}) + "\n")
                 file.flush()
     if out.exists() and answered.keys() == set(keys):
-        typer.echo(f"{out} holds all answers already", err=True)
+        typer.echo(f"{out} has all answers already", err=True)
     else:
         counts = f"{len(todo)} of {len(prompts)}"
         typer.echo(f"process {state.process_index}: {counts} answers", err=True)
     _finish(out, prompts, run, keys)
 
 
-def _facts(speaker: Speaker, chat_template: bool | None) -> dict[str, Any]:
+def _facts(responder: Responder, chat_template: bool | None) -> dict[str, Any]:
     """Return what answers depend on besides their prompts, as JSON values.
 
-    The strategy is left out: it changes how fast the same answers come, unless it is lossy.
+    A lossless strategy is left out, because it does not change the answers.
     """
-    settings = asdict(speaker.settings)
-    if not getattr(speaker.entry.config, "lossy", False):
+    settings = asdict(responder.settings)
+    if not getattr(responder.entry.config, "lossy", False):
         del settings["strategy"]
     return {
         "format": FORMAT,
-        **model_facts(speaker.model),
+        **model_facts(responder.model),
         "chat_template": chat_template,
         **settings,
     }
 
 
 def _answers(
-    speaker: Speaker, prompts: Sequence[Tensor], batch_size: int
+    responder: Responder, prompts: Sequence[Tensor], batch_size: int
 ) -> Iterable[tuple[int, dict[str, Any]]]:
-    for number, tokens in speaker.generate_each(prompts, batch_size):
+    for number, tokens in responder.generate_each(prompts, batch_size):
         yield (
             number,
             {
                 "prompt_tokens": prompts[number].shape[1],
-                "text": speaker.tokenizer.decode(tokens, skip_special_tokens=True),
+                "text": responder.tokenizer.decode(tokens, skip_special_tokens=True),
                 "token_ids": tokens,
             },
         )
@@ -124,7 +123,7 @@ def _parts(out: Path) -> list[Path]:
 
 
 def _finished(out: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the answers in `out`, none if it does not exist."""
+    """Return the answers in `out`; empty if it does not exist."""
     if not out.exists():
         return []
     try:
@@ -133,14 +132,14 @@ def _finished(out: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
         [row["key"] for row in rows]
     except (OptionError, KeyError, TypeError) as error:
         raise OptionError(f"--out {out}: not a file of answers; choose another") from error
-    for found in runs:
-        check_head(out, found, run)
+    for stored in runs:
+        check_head(out, stored, run)
     return rows
 
 
 def _answered(out: Path, run: dict[str, Any], keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the answers that earlier and other processes have written, by key."""
-    files = {out: _finished(out, run), **{part: whole_lines(part, run) for part in _parts(out)}}
+    """Return the answers of all processes and earlier runs by key."""
+    files = {out: _finished(out, run), **{part: complete_lines(part, run) for part in _parts(out)}}
     answers = {}
     for path, rows in files.items():
         check_answered(path, (row.get("key") for row in rows), keys)
@@ -149,7 +148,7 @@ def _answered(out: Path, run: dict[str, Any], keys: Sequence[str]) -> dict[str, 
 
 
 def _finish(out: Path, prompts: Sequence[Prompt], run: dict[str, Any], keys: Sequence[str]) -> None:
-    """Join the parts if no answer is missing."""
+    """Join the parts if all answers exist."""
     lock = out.with_name(f"{out.name}.lock")
     with FileLock(lock):
         parts, answers = _parts(out), _answered(out, run, keys)
@@ -160,8 +159,8 @@ def _finish(out: Path, prompts: Sequence[Prompt], run: dict[str, Any], keys: Seq
             for key, prompt in zip(keys, prompts, strict=True)
         ]
         if rows != _finished(out, run):
-            with written_whole(out) as whole:
-                whole.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-        # Whoever waits for the lock finds that all is done.
+            with atomic_write(out) as temporary:
+                temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        # Processes that wait for the lock find the complete file.
         for path in (*parts, lock):
             path.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""`hf-spec demo`: a small real model answers four prompts plainly and speculatively."""
+"""`hf-spec demo`: `command` (options), `entries` (prompts), `session` (timing), `replay`."""

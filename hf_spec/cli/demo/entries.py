@@ -1,7 +1,7 @@
-"""What the demo compares: by default everything that needs no training, and the shipped head.
+"""Prompts and strategies of the demo: by default all without training, and the shipped head.
 
-The prompts are chosen among a hundred because SmolLM2-135M-Instruct answers them well and ends by
-itself. They differ in what drafts can bring: the summary copies most of its text, the fact nothing.
+The prompts were selected because SmolLM2-135M-Instruct answers them well and ends its answers. They
+differ in how much text can be copied: most of the summary, nothing of the fact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench.entries import Entry, parse_entries, parse_entry
 from hf_spec.evaluation.bench.summary import IDLE
 
-# Thirteen megabytes, which only the repository has; the installed package does not.
+# Part of the repository (13 MB), not of the installed package.
 HEAD = Path("examples/adapters/smollm2-135m-falcon")
 CHECKOUT = Path(__file__).parents[3]
 
@@ -42,7 +42,7 @@ PROMPTS = tuple(Prompt(name, name, (text,)) for name, text in TEXTS.items())
 
 
 def find_head(roots: Sequence[Path] | None = None) -> Path | None:
-    """The folder of the shipped Falcon head in one of `roots`, by default here and beside us."""
+    """Return the shipped Falcon head in one of `roots` (default: current folder, checkout)."""
     for root in (Path.cwd(), CHECKOUT) if roots is None else roots:
         if (root / HEAD / CONFIG_NAME).is_file():
             return root / HEAD
@@ -50,10 +50,10 @@ def find_head(roots: Sequence[Path] | None = None) -> Path | None:
 
 
 def default_entries(model: PreTrainedModel, head: Path | None) -> tuple[list[Entry], str]:
-    """What is compared if nothing is named, and a sentence about what is missing, or ""."""
+    """Return the default entries, and a message about a missing head or ""."""
     missing = (
-        f"its head, {HEAD}, is in the repository and not in the installed package; start the demo "
-        "in a checkout, or add --strategy falcon@FOLDER"
+        f"its head, {HEAD}, is in the repository but not in the installed package; run the demo in "
+        "a checkout, or add --strategy falcon@FOLDER"
     )
     if head is not None:
         try:
@@ -65,7 +65,7 @@ def default_entries(model: PreTrainedModel, head: Path | None) -> tuple[list[Ent
 
 
 def chosen_entries(strategies: Sequence[str], assistants: Sequence[str]) -> list[Entry]:
-    """The engine alone, as a baseline, and the named strategies; see `parse_entries`."""
-    named = parse_entries(strategies, assistants)
-    has_baseline = any(entry.config.strategy == IDLE for entry in named)
-    return named if has_baseline else [parse_entry(IDLE), *named]
+    """Return the named strategies with `none` as baseline; see `parse_entries`."""
+    entries = parse_entries(strategies, assistants)
+    has_baseline = any(entry.config.strategy == IDLE for entry in entries)
+    return entries if has_baseline else [parse_entry(IDLE), *entries]

@@ -1,6 +1,6 @@
-"""Timed generations, recorded and then shown side by side at the speed at which they ran.
+"""Recording of timed generations, and their replay side by side at the original speed.
 
-A text that is drawn while it is generated would take processor time from what is measured.
+Drawing text during the generation would slow down the measured work.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, DraftedTextStrea
 from hf_spec.evaluation.bench.runner import Record
 
 FRAME_SECONDS = 0.05
-# What a panel takes from its column: two borders with a space inside each.
+# Two borders of a panel, with a space inside each.
 BORDER_WIDTH = 4
 BORDER_HEIGHT = 2
 
 
 class Piece(NamedTuple):
-    """Text that appeared at once: when, whether it was drafted and accepted, and in which block."""
+    """Text that appeared at once: its time, True for accepted drafts, and index of its block."""
 
     seconds: float
     text: str
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """One of the texts in a replay: its title, its pieces, its length and time in all."""
+    """One text in a replay, with its total length and time."""
 
     title: str
     pieces: Sequence[Piece]
@@ -47,7 +47,7 @@ class Lane:
     seconds: float
 
     def text(self, seconds: float) -> Text:
-        """What had appeared after so many seconds, accepted drafts in their style."""
+        """Return the text after `seconds`, with the style of accepted drafts."""
         shown = Text()
         for piece in self.pieces:
             if piece.seconds <= seconds:
@@ -55,7 +55,7 @@ class Lane:
         return shown
 
     def clock(self, seconds: float) -> str:
-        """The time so far, and once it is over the speed."""
+        """Return the elapsed time, at the end also the speed."""
         if seconds < self.seconds:
             return f"{seconds:.1f} s"
         return f"{self.seconds:.1f} s, {self.num_tokens / self.seconds:.0f} tokens/s"
@@ -63,9 +63,9 @@ class Lane:
 
 @dataclass(frozen=True)
 class Recording:
-    """One generation: its prompt, and blocks of tokens that came together, with the seconds so far.
+    """One generation: prompt and blocks (elapsed seconds, tokens).
 
-    Of a speculative round these are the accepted drafts, then the target's own.
+    The block of a speculative round has the accepted draft tokens and the bonus token.
     """
 
     prompt_ids: list[int]
@@ -77,27 +77,27 @@ class Recording:
         return [token for _, block in self.blocks for token in block]
 
     def lane(self, record: Record, tokenizer: PreTrainedTokenizerBase) -> Lane:
-        """The text, piece by piece, with the time that `record` has of this generation."""
+        """Return the text in pieces, with the total time from `record`."""
         pieces: list[Piece] = []
         number, seconds = 0, 0.0
         streamer = DraftedTextStreamer(
             tokenizer, lambda text, drafted: pieces.append(Piece(seconds, text, drafted, number))
         )
-        for number, (seconds, block) in enumerate(self.blocks):  # noqa: B007 - pieces have both
+        for number, (seconds, block) in enumerate(self.blocks):  # noqa: B007 - used by the streamer's callback
             streamer.put_row(0, block)
         streamer.end_row(0)
         return Lane(record.contender, pieces, len(self.token_ids), record.seconds)
 
 
 class Recorder(BaseStreamer):
-    """A streamer that keeps `recordings` of all generations."""
+    """Streamer that records all generations in `recordings`."""
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
         self._began: float | None = None
 
     def put(self, value: Tensor) -> None:
-        """Receive tokens; `generate()` hands on the prompt first."""
+        """Receive tokens; the first call of a generation has the prompt."""
         now, token_ids = time.perf_counter(), value.flatten().tolist()
         if self._began is None:
             self._began = now
@@ -106,7 +106,7 @@ class Recorder(BaseStreamer):
             self.recordings[-1].blocks.append((now - self._began, token_ids))
 
     def end(self) -> None:
-        """The next tokens are a prompt."""
+        """End a recording; the next tokens are a prompt."""
         self._began = None
 
 
@@ -116,8 +116,8 @@ def replay(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show the lanes on a terminal as they ran, from the same moment, until the slowest ended."""
-    # As high as the tallest panel once its text is whole, so that nothing jumps meanwhile.
+    """Replay the lanes in a terminal, starting together, until the slowest ends."""
+    # Height of the tallest panel with its full text, so that the layout does not jump.
     width = max(1, console.width // len(lanes) - BORDER_WIDTH)
     texts = (lane.text(lane.seconds) for lane in lanes)
     height = max(len(text.wrap(console, width)) for text in texts) + BORDER_HEIGHT

@@ -1,4 +1,4 @@
-"""One demo: the model, its benchmark, and what is shown of it: texts, then tables of 80 columns."""
+"""Run of the demo: load the model, benchmark it, show texts and tables of 80 columns."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from hf_spec.evaluation.bench.tables import Table
 from hf_spec.training.responses import end_tokens
 
 LEGEND = (
-    "total time: of all prompts together. ratio to none: none drafts nothing and shows what the "
-    "engine alone brings (packed weights); this column is what drafts add. tau: accepted draft "
-    "tokens per forward of the model. copied: share of the answer's tokens that stand in the "
-    "prompt, in runs of three or more. identical: to plain generate(), in every run."
+    "total time: of all prompts. ratio to none: none is the engine without drafting (packed "
+    "weights), so this column is the speedup by drafts. tau: accepted draft tokens per forward "
+    "pass of the model. copied: share of the answer's tokens in sequences of three or more that "
+    "also occur in the prompt. identical: equal to plain generate() in every run."
 )
 
-# Chosen so that a machine which stays below both gives ratios worth reading.
+# Below both limits the ratios are reliable.
 BUSY_SHARE = 0.10
 UNSTEADY_RATIO = 1.20
-# Shorter runs of tokens are shared by any two texts on the same subject.
+# Any two texts on a subject share shorter token sequences.
 COPIED_NGRAM_LEN = 3
-# More does not fit.
+# Columns that do not fit.
 LEFT_OUT = ("tokens/s", "peak memory")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What plain `generate()` answered: tokens, share copied from the prompt, ended by itself."""
+    """Answer of plain `generate()`; `copied` is the share of tokens from the prompt."""
 
     num_tokens: int
     copied: float
@@ -51,16 +51,16 @@ class Answer:
 
 
 def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Fetch the model, if it is on no disk here, and load it in float32."""
+    """Download the model if needed and load it in float32."""
     folder = smollm2_135m_instruct()
     with bars_on_a_terminal_only():
         return load_target(str(folder), Placement("float32")), load_tokenizer(str(folder))
 
 
 def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
-    """Time, show and compare everything; whether every output is that of plain `generate()`.
+    """Run and show the benchmark; return True if every output equals plain `generate()`.
 
-    The last strategy is shown beside plain `generate()`; without a terminal as plain lines.
+    The last strategy is replayed beside plain `generate()`, or printed without a terminal.
     `recorder` is the benchmark's streamer.
     """
     device = benchmark.model.device
@@ -73,10 +73,15 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
     console.print(Text(conditions, "dim"))
     records: list[Record] = []
     answers: dict[str, Answer] = {}
-    watch = CpuWatch()
-    # Drawn after runs only: an animated bar would take processor time from what is timed.
-    drawing = {"leave": False, "mininterval": 0, "delay": 1e-3, "disable": not console.is_terminal}
-    bar = tqdm(total=benchmark.num_runs, desc="timing, in turn", file=console.file, **drawing)
+    others = CpuWatch()
+    # Updated only between runs: an animated bar would slow down the timed work.
+    bar_options = {
+        "leave": False,
+        "mininterval": 0,
+        "delay": 1e-3,
+        "disable": not console.is_terminal,
+    }
+    bar = tqdm(total=benchmark.num_runs, desc="timing, in turn", file=console.file, **bar_options)
     measured = benchmark.run(bar.update)
     for prompt in benchmark.prompts:
         console.rule(prompt.id, align="left")
@@ -84,17 +89,17 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
         records = next(measured).records
         bar.clear()
         count = len(benchmark.contenders)
-        # One recording a run, so those of the last repetition come last in both.
+        # There is one recording per run, so both end with those of the last repetition.
         runs = zip(records[-count:], recorder.recordings[-count:], strict=True)
         latest = {record.contender: (record, recording) for record, recording in runs}
-        shown = [latest[benchmark.contenders[place].name] for place in (0, -1)]
+        shown = [latest[benchmark.contenders[index].name] for index in (0, -1)]
         _show(console, [recording.lane(r, benchmark.tokenizer) for r, recording in shown])
         plain = shown[0][1]
         copied = copied_share(plain.prompt_ids, plain.token_ids)
         ended = plain.token_ids[-1] in end_tokens(benchmark.model)
         answers[prompt.id] = Answer(len(plain.token_ids), copied, ended)
     bar.close()
-    for warning in warnings(watch.share_of_others(), slowest_to_fastest(records, "plain")):
+    for warning in warnings(others.share_of_others(), slowest_to_fastest(records, "plain")):
         console.print(Text(f"warning: {warning}", "yellow"))
     console.print(strategies_table(records).drawn("all prompts"))
     console.print(prompts_table(records, answers).drawn("ratio to plain by prompt"))
@@ -103,9 +108,9 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
 
 
 def _show(console: Console, lanes: Sequence[Lane]) -> None:
-    """Side by side if there is a terminal for it."""
+    """Replay the lanes in a terminal, otherwise print the first and all times."""
     if console.is_terminal:
-        console.print(Text("the last timed runs, replayed at their own speed", "dim"))
+        console.print(Text("the last timed runs, replayed at original speed", "dim"))
         replay(console, lanes)
         return
     console.print(lanes[0].text(lanes[0].seconds), soft_wrap=True)
@@ -114,7 +119,7 @@ def _show(console: Console, lanes: Sequence[Lane]) -> None:
 
 
 def copied_share(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
-    """The share of output tokens, 0 to 1, in runs of three or more that the prompt has too."""
+    """Return the share of output tokens in n-grams of `COPIED_NGRAM_LEN` of the prompt."""
     length = COPIED_NGRAM_LEN
     in_prompt = set(zip(*(prompt_ids[start:] for start in range(length)), strict=False))
     copied: set[int] = set()
@@ -125,13 +130,13 @@ def copied_share(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
 
 
 def strategies_table(records: Sequence[Record]) -> Table:
-    """One row for plain generate() and for each strategy, all prompts together."""
+    """Return a row per contender over all prompts."""
     columns = {head: cell for head, cell in SPEEDS.items() if not head.startswith(LEFT_OUT)}
     return Table.of(columns, [row for row in summary(records) if row["task"] == ALL])
 
 
 def prompts_table(records: Sequence[Record], answers: Mapping[str, Answer]) -> Table:
-    """One row per prompt, with its answer and the ratio of each strategy to plain generate()."""
+    """Return a row per prompt with its answer and the speedup of each strategy."""
     ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
     for record in records:
         ratios[record.prompt, record.contender].append(record.ratio)
@@ -145,20 +150,20 @@ def prompts_table(records: Sequence[Record], answers: Mapping[str, Answer]) -> T
 
 
 class CpuWatch:
-    """How much of the processors other programs take from now on."""
+    """CPU use of other programs."""
 
     def __init__(self) -> None:
         self._own = psutil.Process()
         self.share_of_others()
 
     def share_of_others(self) -> float:
-        """Their share of the time of all processors since it was asked last, 0 to 1."""
+        """Return their share of all processors since the last call, 0 to 1."""
         own = self._own.cpu_percent() / psutil.cpu_count()
         return min(1.0, max(0.0, (psutil.cpu_percent() - own) / 100))
 
 
 def slowest_to_fastest(records: Sequence[Record], contender: str) -> float:
-    """Longest over shortest time of one contender for the same prompt, at worst."""
+    """Return the largest ratio over prompts of longest to shortest time of a contender."""
     seconds = defaultdict(list)
     for record in records:
         if record.contender == contender:
@@ -167,16 +172,16 @@ def slowest_to_fastest(records: Sequence[Record], contender: str) -> float:
 
 
 def warnings(share_of_others: float, disagreement: float) -> list[str]:
-    """What a reader must know before believing a timing; nothing on an idle machine."""
-    found = []
+    """Return warnings about unreliable timings."""
+    messages = []
     if share_of_others > BUSY_SHARE:
-        found.append(
-            f"Other programs took {share_of_others:.0%} of the processors during the timing; "
-            "the ratios are not to be trusted. Run the demo again on an idle machine."
+        messages.append(
+            f"Other programs used {share_of_others:.0%} of the processors during the timing; the "
+            "ratios are unreliable. Run the demo again on an idle machine."
         )
     if disagreement > UNSTEADY_RATIO:
-        found.append(
+        messages.append(
             f"Two runs of plain generate() on the same prompt differ by a factor of "
-            f"{disagreement:.2f}; the machine's speed is not steady. Try --repeats 5."
+            f"{disagreement:.2f}; the machine's speed varies. Try --repeats 5."
         )
-    return found
+    return messages

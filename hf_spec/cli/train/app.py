@@ -54,8 +54,7 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     from tqdm import tqdm
 
     from hf_spec.cli.loading import load_target, load_tokenizer
-    from hf_spec.common.overlap import apart_from_reported
-    from hf_spec.common.prompts import load_prompts
+    from hf_spec.common.prompts import load_prompts, without_benchmark_overlap
     from hf_spec.training.features import LAST, features_of, fused_layers
     from hf_spec.training.job import data_folder
     from hf_spec.training.recorded import FeatureRecorder
@@ -63,7 +62,7 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 
     options.check_out(out, prompts)
     in_file = load_prompts(prompts)
-    usable = apart_from_reported(in_file)
+    usable = without_benchmark_overlap(in_file)
     if len(usable) < len(in_file):
         typer.echo(
             f"{len(in_file) - len(usable)} of {len(in_file)} prompts share text with those that "

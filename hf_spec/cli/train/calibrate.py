@@ -51,7 +51,7 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     chosen = loaded if use_all else validation_prompts(load_adapter(adapter, METHOD), loaded)
     chosen = chosen[:max_prompts]
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
-    total = settings.num_ways * len(chosen) * settings.repeats
+    total = settings.num_contenders * len(chosen) * settings.repeats
     with tqdm(total=total, desc="runs", disable=None) as bar:
         result = calibrate_disco(target, tokenizer, adapter, chosen, settings, progress=bar.update)
     calibration = result.options["calibration"]

@@ -1,1 +1,1 @@
-"""`hf-spec ui`: plain and speculative answers side by side on a page in the browser."""
+"""`hf-spec ui`: `command` (options), `comparison` (timing), `page` (Gradio), `rendering` (HTML)."""

@@ -1,4 +1,4 @@
-"""The options of `hf-spec ui`; what they need is imported once they are known to be right."""
+"""Options of `hf-spec ui`; other imports follow after the options are checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from hf_spec.cli import options
-from hf_spec.cli.ui.settings import UiSettings
 from hf_spec.common.errors import OptionError
 from hf_spec.common.installing import how_to_install
 
@@ -21,19 +20,18 @@ def ui(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{options.ENTRY}; may be repeated, then the page offers a choice. By default "
-            "auto."
+            help=f"{options.ENTRY}; may be repeated for a choice on the page. Default: auto."
         ),
     ] = None,
     assistant: options.Assistants = None,
-    settings: UiSettings,
+    settings: options.UiSettings,
     placement: options.Placement,
 ) -> None:
-    """Compare plain and speculative answers on a page in the browser, and look at the drafts.
+    """Compare plain and speculative output in the browser and inspect the drafts.
 
-    Both answers are greedy and timed one after the other, then shown side by side as they came.
-    Accepted draft tokens are green, and what was drafted in a round is drawn. The page is on this
-    machine alone unless told otherwise; Ctrl-C ends it.
+    Both outputs are greedy. They are timed one after the other and then replayed side by side.
+    Accepted draft tokens are green, and the draft of each round is drawn. By default only this
+    machine can open the page; Ctrl-C ends it.
 
         hf-spec ui MODEL
         hf-spec ui MODEL --strategy lookup --strategy falcon@HEAD
@@ -47,7 +45,7 @@ def ui(
 
     entries = parse_entries(strategy or ["auto"], assistant or ())
     comparer = Comparer(load_target(model, placement), load_tokenizer(model), entries)
-    # Its import takes seconds.
+    # Importing gradio takes seconds.
     from hf_spec.cli.ui.page import build_page, serve_page
 
     page = build_page(comparer, model, settings)

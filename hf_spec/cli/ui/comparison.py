@@ -1,9 +1,8 @@
-"""Plain and speculative answers to the same prompt, with what is shown of them."""
+"""Timed plain and speculative answers to a prompt, with their recorded rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +10,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.cli.answer.speaker import check_room
+from hf_spec.cli.answer.responder import check_context_length
 from hf_spec.cli.demo.replay import Lane, Recorder
 from hf_spec.common.errors import OptionError
 from hf_spec.common.prompts import Prompt
 from hf_spec.engine.models.support_checks import check_model
-from hf_spec.evaluation.bench import contenders
-from hf_spec.evaluation.bench.contenders import Contender, Run
-from hf_spec.evaluation.bench.entries import Entry, found_entry
+from hf_spec.evaluation.bench.contenders import (
+    Contender,
+    Run,
+    plain,
+    without_stored_strategy,
+)
+from hf_spec.evaluation.bench.entries import Entry, resolve_entry
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
-from hf_spec.evaluation.trace.drawing import draw_round
 from hf_spec.evaluation.trace.pictures import Canvas
-from hf_spec.evaluation.trace.rounds import Round, record_rounds
+from hf_spec.evaluation.trace.rounds import Round, draw_round, record_rounds
 from hf_spec.training.responses import end_tokens
 
 
@@ -31,10 +33,10 @@ class Comparison:
     """Two timed answers to one prompt, plain `generate()` first.
 
     Attributes:
-        records: what was measured.
-        lanes: their texts, piece by piece; a block of the second is a round.
-        rounds: those of the second.
-        decode: the tokenizer's.
+        records: measurements.
+        lanes: texts in pieces; a block of the second is a round.
+        rounds: rounds of the second.
+        decode: `decode` of the tokenizer.
     """
 
     records: tuple[Record, Record]
@@ -44,71 +46,66 @@ class Comparison:
 
     @property
     def fullest(self) -> int:
-        """The round in which most was accepted; the first of several, counted from 0."""
-        gained = [len(one.verdict.accepted[0]) for one in self.rounds]
-        return gained.index(max(gained))
+        """Index of the first round with the most accepted tokens."""
+        accepted = [len(r.verdict.accepted[0]) for r in self.rounds]
+        return accepted.index(max(accepted))
 
     def picture(self, number: int) -> Canvas:
-        """What was drafted in a round, counted from 0, and what became of it."""
+        """Draw the verified draft of a round, counted from 0."""
         return draw_round(self.rounds[number], self.decode)
 
 
 class Comparer:
-    """A model in evaluation mode, and the strategies that it may be asked to use.
-
-    Outputs are greedy. What the model's generation config stores for later calls, it has again
-    after every answer.
+    """Model in evaluation mode with the strategies of the page; outputs are greedy.
 
     Raises:
-        SpecError: if the model or one of the strategies cannot be used.
+        SpecError: if the model or a strategy is unsupported.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, entries: Sequence[Entry]):
         check_model(model)
         self.model, self.tokenizer = model, tokenizer
-        # An adapter that does not fit is refused here, not when somebody asks.
-        found = [found_entry(entry, model) for entry in entries]
-        self.entries = {entry.name: entry for entry in found}
+        # An unsuitable adapter raises here, not at the first comparison.
+        resolved = [resolve_entry(entry, model) for entry in entries]
+        self.entries = {entry.name: entry for entry in resolved}
 
     def compare(self, text: str, strategy: str, new_tokens: int) -> Comparison:
-        """Answer a prompt plainly, then with one of `entries`, by its name.
-
-        Both begin the answer once before, untimed.
+        """Time the answer of plain `generate()` and of the named entry, each after a warm-up.
 
         Raises:
-            OptionError: if there is nothing to answer, or no room for the answer.
+            OptionError: if the prompt is empty, or prompt and answer exceed the context.
         """
         if not text.strip():
-            raise OptionError("the prompt is empty; write one")
+            raise OptionError("the prompt is empty; enter one")
         prompt = Prompt("prompt", "", (text,))
-        check_room(self.model, prompt.encode(self.tokenizer).shape[1], new_tokens)
+        check_context_length(self.model, prompt.encode(self.tokenizer).shape[1], new_tokens)
         recorder, rounds = Recorder(), list[list[Round]]()
         settings = {"do_sample": False, "streamer": recorder, "pad_token_id": self._pad}
-        ways = [
-            contenders.plain(self.model, settings),
+        compared = [
+            plain(self.model, settings),
             self._recorded(self.entries[strategy], settings, rounds),
         ]
         plan = Plan(new_tokens, 1, ends=frozenset(end_tokens(self.model)), device=self.model.device)
-        with _plain_by_default(self.model):
-            [records] = time_contenders(ways, [prompt], self.tokenizer, plan)
-        # The first two were not timed.
+        with without_stored_strategy(self.model):
+            [records] = time_contenders(compared, [prompt], self.tokenizer, plan)
+        # The first two are warm-ups.
         _, _, *recordings = recorder.recordings
-        plain, ours = (
+        baseline, ours = (
             recording.lane(record, self.tokenizer)
             for recording, record in zip(recordings, records, strict=True)
         )
-        timed = records[0], records[1]
-        return Comparison(timed, (plain, ours), rounds[-1], self.tokenizer.decode)
+        pair = records[0], records[1]
+        return Comparison(pair, (baseline, ours), rounds[-1], self.tokenizer.decode)
 
     def _recorded(
         self, entry: Entry, settings: dict[str, Any], rounds: list[list[Round]]
     ) -> Contender:
-        """The strategy, which adds the rounds of every run to `rounds`."""
+        """Return the strategy as a contender that adds the rounds of every run to `rounds`."""
 
         def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
-            given = torch.ones_like(ids) if mask is None else mask
-            inputs = {"input_ids": ids, "attention_mask": given}
-            output, found = record_rounds(
+            mask = torch.ones_like(ids) if mask is None else mask
+            inputs = {"input_ids": ids, "attention_mask": mask}
+            output, recorded = record_rounds(
                 self.model,
                 {name: value.to(self.model.device) for name, value in inputs.items()},
                 entry.config,
@@ -117,28 +114,13 @@ class Comparer:
                 return_dict_in_generate=True,
                 **settings,
             )
-            rounds.append(found)
+            rounds.append(recorded)
             return Run(output.sequences, output.spec_stats.target_forwards, output.spec_stats)
 
         return Contender(entry.name, run, ours=True)
 
     @property
     def _pad(self) -> int:
-        # Without one generate() takes the end of a sequence, and warns at every call.
+        # Without a padding token generate() uses the end of a sequence and warns at every call.
         pad = self.model.generation_config.pad_token_id
         return min(end_tokens(self.model), default=0) if pad is None else pad
-
-
-@contextmanager
-def _plain_by_default(model: Any) -> Iterator[None]:
-    """A strategy that is stored with the model would make plain `generate()` speculate."""
-    config = model.generation_config
-    stored = config.spec_strategy
-    if stored is None:
-        yield
-        return
-    config.spec_strategy = None
-    try:
-        yield
-    finally:
-        config.spec_strategy = stored

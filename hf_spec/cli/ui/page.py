@@ -1,4 +1,4 @@
-"""The page of `hf-spec ui`; imported where Gradio is installed."""
+"""Gradio page of `hf-spec ui`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import gradio as gr
 
 from hf_spec.cli.demo.entries import TEXTS
+from hf_spec.cli.options import UiSettings
 from hf_spec.cli.ui import rendering
 from hf_spec.cli.ui.comparison import Comparer, Comparison
-from hf_spec.cli.ui.settings import UiSettings
 from hf_spec.common.errors import OptionError, SpecError
 
-# Answers that wait for their turn; whoever comes later is asked to try again.
+# Maximum number of waiting comparisons; later ones are rejected.
 MAX_WAITING = 16
-# A click on a word of the answer names its round.
+# A click on a word selects its round.
 ON_CLICK = """
 element.addEventListener('click', (event) => {
   const word = event.target.closest('[data-round]');
@@ -27,31 +27,31 @@ HIDDEN: dict[str, Any] = {"api_visibility": "private"}
 
 
 def build_page(comparer: Comparer, name: str, settings: UiSettings) -> gr.Blocks:
-    """The page on which `comparer` answers; `name` is that of its model."""
+    """Return the page of `comparer`; `name` is the name of its model."""
 
     def compare(text: str, strategy: str, new_tokens: float) -> Iterator[dict[Any, Any]]:
         hidden = {part: type(part)(visible=False) for part in (figures, number, picture)}
         yield {answers: rendering.waiting(strategy), **hidden}
         try:
-            found = comparer.compare(text, strategy, int(new_tokens))
+            comparison = comparer.compare(text, strategy, int(new_tokens))
         except SpecError as error:
-            yield {answers: rendering.refused(str(error))}
+            yield {answers: rendering.error(str(error))}
             return
-        chosen, count = found.fullest, len(found.rounds)
+        chosen, count = comparison.fullest, len(comparison.rounds)
         yield {
-            kept: found,
-            figures: gr.HTML(rendering.figures(found), visible=True),
-            answers: rendering.answers(found),
+            state: comparison,
+            figures: gr.HTML(rendering.figures(comparison), visible=True),
+            answers: rendering.answers(comparison),
             number: gr.Slider(maximum=max(count, 2), value=chosen + 1, visible=count > 1),
-            picture: gr.HTML(rendering.round_picture(found, chosen), visible=True),
+            picture: gr.HTML(rendering.round_picture(comparison, chosen), visible=True),
         }
 
     names, longest = list(comparer.entries), settings.max_new_tokens
     with gr.Blocks(title=f"hf-spec: {name}", analytics_enabled=False) as page:
-        kept = gr.State()
+        state = gr.State()
         gr.Markdown(
-            f"# hf-spec\n**{name}** answers twice: as it is, and with drafts that it only has to "
-            "check. The text is the same; what changes is how many forwards of the model it takes."
+            f"# hf-spec\n**{name}** answers twice: plainly, and with drafts that it only verifies. "
+            "The text is the same; the number of forward passes of the model is smaller."
         )
         prompt = gr.Textbox(label="Prompt", lines=3, max_lines=10, elem_id="prompt")
         gr.Examples(
@@ -64,7 +64,7 @@ def build_page(comparer: Comparer, name: str, settings: UiSettings) -> gr.Blocks
                 longest,
                 longest,
                 step=1,
-                label="Longest answer, in tokens",
+                label="Maximum new tokens",
                 min_width=260,
                 buttons=[],
             )
@@ -75,7 +75,7 @@ def build_page(comparer: Comparer, name: str, settings: UiSettings) -> gr.Blocks
             *(1, 2, 1),
             step=1,
             label="Round",
-            info="what was drafted in it, and what the model made of it",
+            info="its draft, and what the model accepted",
             visible=False,
             interactive=True,
             buttons=[],
@@ -86,34 +86,34 @@ def build_page(comparer: Comparer, name: str, settings: UiSettings) -> gr.Blocks
             [button.click, prompt.submit],
             compare,
             [prompt, strategy, new_tokens],
-            [kept, figures, answers, number, picture],
-            # One answer at a time has the machine to itself, or the times would be wrong.
+            [state, figures, answers, number, picture],
+            # Concurrent comparisons would distort the timing.
             concurrency_limit=1,
             show_progress_on=answers,
             **HIDDEN,
         )
-        number.change(_drawn, [kept, number], picture, show_progress="hidden", **HIDDEN)
-        answers.click(_clicked, None, number, show_progress="hidden", **HIDDEN)
+        number.change(_draw, [state, number], picture, show_progress="hidden", **HIDDEN)
+        answers.click(_clicked_round, None, number, show_progress="hidden", **HIDDEN)
     return page
 
 
-def _drawn(found: Comparison | None, number: float) -> str:
-    return "" if found is None else rendering.round_picture(found, int(number) - 1)
+def _draw(comparison: Comparison | None, number: float) -> str:
+    return "" if comparison is None else rendering.round_picture(comparison, int(number) - 1)
 
 
-def _clicked(event: gr.EventData) -> int:
+def _clicked_round(event: gr.EventData) -> int:
     return int(event.round) + 1
 
 
 def serve_page(page: gr.Blocks, settings: UiSettings) -> str:
-    """Begin to serve a page, and return its address; nobody else is asked for anything.
+    """Start serving a page, without requests to other servers, and return its address.
 
     Raises:
-        OptionError: if the port is taken.
+        OptionError: if the address is not available.
     """
-    # Without it Gradio counts its users, and asks for newer versions.
+    # Disables Gradio's telemetry and version check.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    # Fonts of the reader's own machine; a theme may name some that come from elsewhere.
+    # Local fonts; the default theme loads fonts from the network.
     theme = gr.themes.Default(
         font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
     )
@@ -130,7 +130,7 @@ def serve_page(page: gr.Blocks, settings: UiSettings) -> str:
         )
     except OSError as error:
         raise OptionError(
-            f"--host {settings.host} --port {settings.port} cannot be listened at: {error}; port 0 "
-            "takes one that is free"
+            f"cannot listen on --host {settings.host} --port {settings.port}: {error}; --port 0 "
+            "selects a free port"
         ) from error
     return str(address)

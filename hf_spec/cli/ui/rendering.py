@@ -1,7 +1,7 @@
-"""What the page of `hf-spec ui` shows of a comparison, as HTML.
+"""HTML of a comparison on the page of `hf-spec ui`.
 
-Both answers are replayed by the style sheet: a piece of text appears as long after the answer began
-as it came when it was timed. Nothing was drawn meanwhile, which would have taken time from both.
+CSS animations replay both answers: each piece of text appears after its recorded time. Drawing
+during the generation would slow down the timed work.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from hf_spec.cli.ui.comparison import Comparison
 from hf_spec.evaluation.trace.pictures import ACCEPTED, DARK, INK, PADDING
 
 WELCOME = (
-    '<p class="hs-welcome">Both answers appear here: the model\'s own, token by token, and the '
-    "same again with drafts.</p>"
+    '<p class="hs-welcome">Both answers appear here: plain, token by token, and with drafts.</p>'
 )
 WAITING = (
-    '<p class="hs-welcome">Timing plain generate(), then {strategy}, each after a short run that '
-    "is not timed.</p>"
+    '<p class="hs-welcome">Timing plain generate(), then {strategy}, each after a short untimed '
+    "run.</p>"
 )
 LEGEND = (
     '<p class="hs-legend"><span class="hs-drafted">drafted and accepted</span> '
     "<span>the model's own token, one per round</span> "
-    "<span>a click on a word shows its round</span></p>"
+    "<span>click a word to show its round</span></p>"
 )
-# The colours of Gradio's theme, but for quiet text, which it makes too pale to read.
+# Colors of Gradio's theme, except for secondary text, whose contrast is too low there.
 STYLE = f"""
 .gradio-container {{ --quiet: color-mix(in srgb, var(--body-text-color) 72%, transparent); }}
 #figures .html-container, #answers .html-container, #picture .html-container {{ padding: 0; }}
@@ -66,26 +65,26 @@ STYLE = f"""
 
 
 def waiting(strategy: str) -> str:
-    """While the answers are timed."""
+    """Return the message during the timing."""
     return WAITING.format(strategy=escape(strategy))
 
 
-def refused(reason: str) -> str:
-    """In place of answers."""
+def error(reason: str) -> str:
+    """Return an error message instead of answers."""
     return f'<p class="hs-refused" role="alert">{escape(reason)}</p>'
 
 
 def figures(comparison: Comparison) -> str:
-    """Ratio, tau, tokens per second and forwards, and whether the texts are the same."""
+    """Return tiles with speedup, tau, speed, forward passes, and if the texts are identical."""
     plain, ours = comparison.records
     same, why = "identical", "the two texts, token by token"
     if not ours.identical:
-        same, why = "different", "ties may fall either way; hf-spec verify looks at them"
+        same, why = "different", "ties may differ; hf-spec verify classifies them"
     shown = [
         (f"{ours.ratio:.2f}×", "the speed of plain generate()"),
-        (f"{ours.tau:.2f}", "tau: accepted drafts per forward"),
+        (f"{ours.tau:.2f}", "tau: accepted drafts per forward pass"),
         (f"{plain.tokens_per_second:.0f} → {ours.tokens_per_second:.0f}", "tokens per second"),
-        (f"{plain.target_forwards} → {ours.target_forwards}", "forwards of the model"),
+        (f"{plain.target_forwards} → {ours.target_forwards}", "forward passes of the model"),
         (same, why),
     ]
     kinds = ["", "", "", "", "" if ours.identical else ' class="hs-bad"']
@@ -97,7 +96,7 @@ def figures(comparison: Comparison) -> str:
 
 
 def answers(comparison: Comparison) -> str:
-    """Both texts side by side, replayed from the same moment."""
+    """Return both texts side by side, replayed from the same start."""
     plain, ours = comparison.lanes
     sides = [
         _answer(plain, "plain generate()", rounds=False),
@@ -121,7 +120,7 @@ def _answer(lane: Lane, title: str, rounds: bool) -> str:
 
 
 def round_picture(comparison: Comparison, number: int) -> str:
-    """The drawing of a round, counted from 0; its words in the answer are underlined."""
+    """Return the picture of a round, counted from 0, and underline its words in the answer."""
     marked = f'.hs-text [data-round="{number}"]'
     rule = f"{marked}{{text-decoration:underline 2px;text-underline-offset:4px}}"
     return f'<style>{rule}</style><div class="hs-picture">{comparison.picture(number)}</div>'

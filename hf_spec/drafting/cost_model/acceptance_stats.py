@@ -265,7 +265,7 @@ class MergedTree(TokenGraph):
             parent, token = place[tree.parent[node]], tree.tokens[node]
             here = self._children.setdefault((parent, token), len(self.tokens))
             if here == len(self.tokens):
-                self.hang(parent, token)
+                self.add_node(parent, token)
                 self.values.append(0.0)
             # No node is worth more than its parent, by any source that has both.
             self.values[here] = max(self.values[here], value)

@@ -49,8 +49,8 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.recurrent_layers import recurrent_share
+from hf_spec.engine.runner import ModelRunner
 
 Policed = TypeVar("Policed", bound=PolicyConfig)
 
@@ -129,7 +129,7 @@ class CostModelDrafter(Drafter):
         costs = self._given_costs
         if costs is None:
             # Who drafts in the target's own forward has no times.
-            timed = [s for s in self.assistants if not s.drafter.alone]
+            timed = [s for s in self.assistants if not s.drafter.exclusive_tree]
             owners = tuple((s.name, s.drafter.timing_key) for s in timed)
             key = owners, len(self.assistants), len(self.free), self._key
             self._times = known_times(self._target, key, state.num_rows)
@@ -184,7 +184,7 @@ class CostModelDrafter(Drafter):
             self._counted[f"asked_{source.name}"] += asked
             drafter = source.drafter
             # The rule that judges such trees reads how they were drafted.
-            if asked and (drafter.alone or drafter.samples or drafter.rule is not None):
+            if asked and (drafter.exclusive_tree or drafter.samples or drafter.rule is not None):
                 whole = source.tree
             elif asked:
                 source.join(trees)

@@ -137,7 +137,7 @@ def choose_sources(
         left = [
             source
             for source in sources
-            if not source.drafter.alone and source.name not in best.asked
+            if not source.drafter.exclusive_tree and source.name not in best.asked
         ]
         options = [_asking(best, source, reach_by_depth, room, allows) for source in left]
         better = max(options, key=lambda option: option.rate, default=best)
@@ -148,7 +148,9 @@ def choose_sources(
             for level, gain in enumerate(_gains(new, row, reach_by_depth[row], depth), start=1):
                 reach_by_depth[row][level] = reach_by_depth[row].get(level, 0.0) + gain
         best = better
-    alone = [_alone(base, source, trees, room) for source in sources if source.drafter.alone]
+    alone = [
+        _alone(base, source, trees, room) for source in sources if source.drafter.exclusive_tree
+    ]
     allowed = [option for option in alone if allows(option.tokens, option.seconds)]
     return max([best, *allowed], key=lambda option: option.rate)
 

@@ -1,11 +1,10 @@
-"""Continuous batching: a row whose sequence has ended takes the next prompt at once.
+"""Continuous batching: a row whose sequence has ended takes the next prompt immediately.
 
-The rows of a batch are slots. In every step the slots that are free take prompts from the queue;
-a newcomer's prompt runs in the same packed forward as the drafts of the others. Sequences share
-nothing but forwards: each has the processors and the stop rules that `generate()` prepares for it
-alone, so each comes out as it would from a batch of one. An error in a processor, a stop rule or a
-draw ends the sequence that it belongs to; the others go on. (Yu et al. 2022, OSDI 22; named as
-future work by Ni et al. 2024, arXiv 2405.07542.)
+The rows of a batch are slots. In every step free slots take new prompts, which run in the same
+packed forward pass as the drafts of the other rows. Sequences share only forward passes: each has
+the processors and stop rules that `generate()` prepares for it alone, so its output equals that of
+a batch of one. An error in a processor, a stop rule or a draw ends only its own sequence. (Yu et
+al. 2022, OSDI 22; named as future work by Ni et al. 2024, arXiv 2405.07542.)
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,20 +22,21 @@ from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_spec.backend.device.placement import execution_device
-from hf_spec.common.outputs import SpecRequestOutput, SpecStats
+from hf_spec.common.outputs import RowStats, SpecRequestOutput, SpecStats
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import RowProcessors
-from hf_spec.engine.decode.loop import count_models, speculative_step
+from hf_spec.engine.decode.loop import speculative_step, update_counts
 from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.engine.decode.streaming import BatchStreamer
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.fast.compiled_layers import compiling
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate: number `index` of the call, from prompt `number`."""
+    """One sequence to generate: `index` counts those of the call, `number` the prompts."""
 
     index: int
     request_id: str
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `generate()` prepared for one sequence; the stop rules are for a batch of one."""
+    """Processors and stop rules that `generate()` prepared for one sequence as a batch of one."""
 
     processors: Sequence[Any]
     stop: StopRules
@@ -54,9 +54,9 @@ class Prepared:
 
 
 class Slots(ABC):
-    """The rows of a batch, which hold one sequence after another.
+    """Rows of a batch, each of which holds one sequence after another.
 
-    `sample` stands for what is prepared for any of them; subclasses say who comes next.
+    `sample` is what `generate()` prepared for any of them; `batching` is a key of `BATCHING`.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class Slots(ABC):
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is anything left to do."""
+        """True if any sequence is running or waiting."""
         return bool(self._running)
 
     @property
     def stats(self) -> SpecStats:
-        """Counts so far; `rows` by the index of the request."""
+        """Statistics so far; `rows` has the order of the requests' indices."""
         return self._state.stats
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make the models ready for steps; they are as they were found when the block ends."""
+        """Prepare the models for steps, and restore them when the block ends."""
         start = time.perf_counter()
         with (
             torch.no_grad(),
@@ -122,39 +122,39 @@ class Slots(ABC):
         )
 
     def step(self) -> list[SpecRequestOutput]:
-        """Advance all rows by one round, while active; rows that end take who comes next.
+        """Run one round for all rows and refill the rows that ended; only while active.
 
         Returns:
-            The sequences that ended with it.
+            The sequences that ended in this round.
         """
-        assert self._verifier is not None, "steps are taken inside `active`"
+        assert self._verifier is not None, "steps run inside `active`"
         speculative_step(self._target, self._drafter, self._verifier, self._state)
-        count_models(self.stats, self._target, self._drafter)
+        update_counts(self.stats, self._target, self._drafter)
         ended = [row for row in self._running if self._state.finished[row]]
         outputs = [self._output(row) for row in ended]
         self._refill(ended)
         if not self.unfinished:
-            self._state.feed.end()
+            self._state.stream.end()
         return outputs
 
     @abstractmethod
     def _refill(self, free: Sequence[int]) -> None:
-        """Give rows that have become free to requests that wait, if any do."""
+        """Begin waiting requests, if any, in `free` rows."""
 
     def _begin(self, row: int, request: Request, prepared: Prepared) -> None:
-        """Give a free row a request."""
-        # First what may raise: a processor that cannot be copied.
+        """Begin a request in a free row."""
+        # First, because it may raise: a processor may not be copyable.
         self._processors.begin(row, prepared.processors)
         self._state.begin(row, request.index, request.prompt, prepared.stop, prepared.do_sample)
         self._running[row] = request, time.perf_counter()
 
     def _restart(self, row: int) -> None:
-        """Let the models forget what they kept of the sequence before; while active."""
+        """Drop what the models store of the previous sequence; only while active."""
         self._target.restart(row)
         self._drafter.restart(row)
 
     def _output(self, row: int) -> SpecRequestOutput:
-        """Remove a sequence from its row, complete or not; `error` is the reason if it failed."""
+        """Remove a sequence from its row, complete, failed or canceled, and return it."""
         request, began = self._running.pop(row)
         error = self._state.errors.get(row)
         return SpecRequestOutput(
@@ -170,10 +170,10 @@ class Slots(ABC):
 
 
 class ContinuousBatch(Slots):
-    """A queue of requests and the slots that work it off.
+    """A queue of requests and the slots that process it.
 
-    `prepare` asks `generate()` what a request needs, when it begins; a `BatchStreamer` knows the
-    sequences by their index. `request_ids` are in the order of the requests.
+    `prepare` returns what `generate()` prepares for a request, and is called when it begins. A
+    `BatchStreamer` receives the index of each request.
     """
 
     def __init__(  # noqa: PLR0913 - three things to run, three to run them with
@@ -190,8 +190,8 @@ class ContinuousBatch(Slots):
         self._prepare = prepare
         self._waiting = deque(requests)
         num_slots = min(num_slots, len(requests))
-        # Whatever is refused for its length is refused here, before anything runs. The same
-        # settings make processors for every request or for none.
+        # The longest prompt, so that length errors are raised before anything runs. The settings
+        # are shared, so either every request has processors or none has.
         sample = prepare(max(requests, key=lambda request: len(request.prompt)))
         super().__init__(model, drafter, num_slots, sample, streamer, batching)
         for row in range(num_slots):
@@ -199,7 +199,7 @@ class ContinuousBatch(Slots):
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is anything left to do."""
+        """True if any sequence is running or waiting."""
         return bool(self._waiting or self._running)
 
     def _refill(self, free: Sequence[int]) -> None:
@@ -212,11 +212,76 @@ class ContinuousBatch(Slots):
         self._begin(row, request, self._prepare(request))
 
 
-def as_they_finish(batch: ContinuousBatch) -> Iterator[SpecRequestOutput]:
-    """Every sequence as soon as it ends; between two of them the models are as they were found."""
+def iterate_finished(batch: ContinuousBatch) -> Iterator[SpecRequestOutput]:
+    """Yield every sequence as soon as it ends, with the models restored before each `yield`."""
     while batch.unfinished:
         ended: list[SpecRequestOutput] = []
         with batch.active():
             while not ended:
                 ended = batch.step()
         yield from ended
+
+
+class OpenBatch(Slots):
+    """Slots that the caller fills while the batch runs, as a server needs it.
+
+    Requests are added before the first `active`, then between two steps of it. Every request has
+    its own settings, and some draw while others do not. Drafts are those of greedy decoding, so
+    they depend on no draws and one exact rule (`NodeDraw`) verifies them all.
+
+    `on_tokens` receives the id of a request and its newest tokens. `stats.rows` has one entry per
+    slot, of the request that it holds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter,
+        num_slots: int,
+        on_tokens: Callable[[str, list[int]], None],
+        batching: str = "unpadded",
+    ):
+        def stream(row: int, tokens: list[int]) -> None:
+            on_tokens(running[row][0].request_id, tokens)
+
+        # No stop rule holds for all requests. The placeholder in the list of processors reserves
+        # the processors that any request may have.
+        sample = Prepared([None], StopRules([], 1), do_sample=False)
+        super().__init__(model, drafter, num_slots, sample, BatchStreamer(stream), batching)
+        # Not `self`: a reference cycle would keep the KV cache until Python's collector runs.
+        running = self._running
+
+    @property
+    def running(self) -> list[str]:
+        """Ids of the requests that have a slot."""
+        return [request.request_id for request, _ in self._running.values()]
+
+    @property
+    def num_free(self) -> int:
+        """Number of free slots."""
+        return self._state.num_rows - len(self._running)
+
+    def add(self, request: Request, prepared: Prepared) -> None:
+        """Begin a request in a free slot, whose index it takes."""
+        row = next(row for row in range(self._state.num_rows) if row not in self._running)
+        self._begin(row, replace(request, index=row), prepared)
+        if self._verifier is not None:
+            self._restart(row)
+
+    def cancel(self, request_id: str) -> SpecRequestOutput | None:
+        """Remove a request and return its tokens so far; None if it is not running."""
+        for row, (request, _) in self._running.items():
+            if request.request_id == request_id:
+                self._state.finished[row] = True
+                return self._output(row)
+        return None
+
+    def _refill(self, free: Sequence[int]) -> None:
+        """Leave the rows free for `add`."""
+
+    def _output(self, row: int) -> SpecRequestOutput:
+        output = super()._output(row)
+        self.stats.rows[row] = RowStats()
+        # Verification is faster while no row has processors.
+        self._processors.begin(row, [])
+        return output

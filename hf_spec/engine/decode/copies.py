@@ -1,4 +1,4 @@
-"""Copies of a user's processors and criteria, one for each sequence that goes its own pace."""
+"""Copies of a user's processors and criteria, one per sequence that advances at its own speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_spec.common.errors import UnsupportedError
 
-# Members that hold no state of a sequence, are too large to copy, or reach out of the object.
+# Members that are shared: stateless, too large to copy, or connected to the outside.
 SHARED = (
     nn.Module,
     PreTrainedTokenizerBase,
@@ -26,17 +26,18 @@ SHARED = (
 )
 
 
-def own_copy(thing: Any, purpose: str) -> Any:
-    """A copy that remembers for itself; models, tokenizers, files, events and locks are shared.
+def independent_copy(original: Any, purpose: str) -> Any:
+    """Return a copy with state of its own; models, tokenizers, files, events and locks are shared.
 
-    What cannot be copied is refused; `purpose` says in the error what it would follow.
+    Raises:
+        UnsupportedError: `original` cannot be copied; the message names the `purpose` of the copy.
     """
-    members = getattr(thing, "__dict__", {}).values()
+    members = getattr(original, "__dict__", {}).values()
     shared: dict[int, Any] = {id(m): m for m in members if isinstance(m, SHARED)}
     try:
-        return copy.deepcopy(thing, shared)
+        return copy.deepcopy(original, shared)
     except Exception as error:
         raise UnsupportedError(
-            f"{type(thing).__name__} cannot be copied ({error}), so it cannot follow {purpose} "
+            f"{type(original).__name__} cannot be copied ({error}), so it cannot follow {purpose} "
             "that advance at different speeds; use batch size 1"
         ) from error

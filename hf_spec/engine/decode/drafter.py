@@ -1,4 +1,4 @@
-"""The contract of a drafter: whatever proposes tokens, in two verbs."""
+"""The drafter interface: two verbs, `draft` and `observe`."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection, Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.node_tokens import VirtualTokens
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.engine.forward.virtual_tokens import VirtualTokens
+from hf_spec.engine.runner import ModelRunner
 
 
 class DraftRunner(Protocol):
-    """What runs a drafter's own model, and counts its forward passes."""
+    """Runs a drafter's own model or head, and counts its forward passes."""
 
     forwards: int
 
     def active(self) -> AbstractContextManager[Any]:
-        """Make the model ready; it is as it was found when the block ends."""
+        """Prepare the model for forward passes, and restore it when the block ends."""
 
 
 class Drafter(CandidateGenerator, ABC):
-    """Proposes a draft tree per round and learns the outcome.
+    """Proposes a draft tree per round and learns which nodes were accepted.
 
-    A row of the state is one sequence from the beginning to the end, or one after another in
-    continuous batching: `restart` says that a row has a new one. What a drafter keeps of a sequence
-    it keeps by row and drops there; what it keeps of a generation it makes in `start`.
+    A row of the state holds one sequence, or in continuous batching several in turn; `restart`
+    announces a new one. State of a sequence is stored per row and dropped in `restart`; state of a
+    generation is created in `start`.
 
-    It is also a `CandidateGenerator`, so a drafter that proposes chains works in the stock assisted
+    A drafter is also a `CandidateGenerator`: one that proposes chains works in the assisted
     decoding of transformers at batch size 1.
 
     Attributes:
-        hidden_layers: indices of the target's hidden states that `observe` wants to see.
-        samples: whether drafts are drawn at random; such trees carry `draft_probs`.
-        rule: the verifier that judges its trees, while it is active; None for the exact one.
-        assisted_refusal_reason: why it cannot serve transformers' assisted decoding; None if it
-        can. virtual_tokens: what the nodes with negative token ids stand for; None if it sends
-        none. max_depth: levels of its deepest draft. compile: overrides `hf_spec.compile` for the
-        models of the call; None leaves it. counters: what the drafter counts beside that, by name;
-        `SpecStats.counters` at the end.
+        hidden_layers: indices of the target's hidden states that `observe` needs.
+        samples: True if drafts are drawn at random; such trees have `draft_probs`.
+        rule: the verifier of its trees, while it is active; None for the exact one.
+        assisted_refusal_reason: why transformers' assisted decoding cannot use it; None if it can.
+        virtual_tokens: embeddings of nodes with negative token ids; None if it proposes none.
+        max_depth: depth of its deepest draft.
+        compile: overrides `hf_spec.compile` for the models of the call; None leaves it.
+        counters: further counts by name, copied to `SpecStats.counters`.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -70,30 +70,30 @@ class Drafter(CandidateGenerator, ABC):
         return self._runner.forwards if self._runner is not None else 0
 
     def num_forwards(self, depth: int) -> int:
-        """Forwards of its own that a draft of so many levels takes: one a level by default."""
+        """Return the forward passes of its model for a draft of `depth` levels, one per level."""
         return depth
 
     @property
-    def alone(self) -> bool:
-        """Whether its trees cannot be joined with others': virtual nodes bring the next draft."""
+    def exclusive_tree(self) -> bool:
+        """True if its trees cannot be merged with others: virtual nodes compute the next draft."""
         return self.virtual_tokens is not None
 
     @property
     def timing_key(self) -> Hashable:
-        """What measured times belong to: what of it outlives a generation, such as its model."""
+        """Key of its measured times: a part of it that outlives a generation, such as its model."""
         return id(self)
 
     def start(self, state: GenerationState) -> None:
-        """Begin the generation of `state` and forget an earlier one. Nothing by default."""
+        """Begin the generation of `state` and forget an earlier one. Default: nothing."""
 
     def restart(self, row: int) -> None:
-        """Forget what was kept of `row`: a new sequence begins there. Nothing by default."""
+        """Drop the state of `row`, where another sequence begins. Default: nothing."""
 
     def prefill(self, run: Callable[[ModelRunner], object]) -> None:
-        """Let `run` give a model of its own a prompt that is more than tokens; nothing by default.
+        """Pass the runner of its own model to `run`, which prefills the prompt. Default: nothing.
 
-        Called while active, before the first draft, where the target's prompt is so: with images,
-        for instance. `run` leaves models alone that know nothing of such prompts.
+        Called while active, before the first draft, if the target's prompt is more than tokens,
+        for instance images. `run` ignores models that do not take such prompts.
         """
 
     @abstractmethod
@@ -101,18 +101,19 @@ class Drafter(CandidateGenerator, ABC):
         """Propose one tree per unfinished row; the root is the row's last token.
 
         Args:
-            state: the sequences; not changed.
-            limits: unfinished row -> how many levels its draft may have, 0 for the root alone.
+            state: the sequences; must not be changed.
+            limits: unfinished row -> maximum depth of its draft, 0 for the root only.
         """
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Learn which nodes were accepted, and the target's hidden states. Nothing by default."""
+        """Read the accepted nodes and the target's hidden states. Default: nothing."""
 
     @contextmanager
     def active(self, state: GenerationState) -> Iterator[None]:
-        """Hold whatever drafting needs (its own model made ready), and let go of it.
+        """Prepare its own model for drafting, and restore it when the block ends.
 
-        Entered once or more in a generation, always with the same state; the first time starts it.
+        Entered at least once per generation, always with the same state; the first time calls
+        `start`.
         """
         if self._generation is not state:
             self._generation = state
@@ -121,10 +122,10 @@ class Drafter(CandidateGenerator, ABC):
             yield
 
     def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
-        """The rule that judges this drafter's trees; asked for while the drafter is active.
+        """Return the verifier of its trees, the exact one without a `rule`; called while active.
 
-        Without a `rule` of its own it is an exact one. A rule may refuse a processor of the user
-        that it would disturb.
+        Raises:
+            UnsupportedError: a rule cannot be combined with one of the user's processors.
         """
         exact = ResidualRejection if self.samples else NodeDraw
         return (self.rule or exact)(processors, num_rows)
@@ -132,10 +133,12 @@ class Drafter(CandidateGenerator, ABC):
     def get_candidates(  # type: ignore[override]
         self, input_ids: Tensor, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        """Serve transformers' assisted decoding: (1, L + K), the prompt and the drafted chain.
+        """Return (1, L + K) ids for transformers' assisted decoding: the prompt and a chain.
 
-        The draft counts as deterministic. A drafter that needs what assisted decoding does not give
-        is refused.
+        The draft counts as deterministic.
+
+        Raises:
+            UnsupportedError: assisted decoding lacks something that this drafter needs.
         """
         if self.assisted_refusal_reason is not None:
             raise UnsupportedError(self.assisted_refusal_reason)
@@ -144,8 +147,7 @@ class Drafter(CandidateGenerator, ABC):
             mask = torch.ones_like(input_ids)
             state = GenerationState.create(input_ids, mask, StopRules([], input_ids.shape[0]))
         else:
-            known = len(state.tokens[0])
-            for token in input_ids[0, known:].tolist():
+            for token in input_ids[0, len(state.tokens[0]) :].tolist():
                 state.append(0, token)
         self._assisted = state
         with self.active(state):
@@ -160,15 +162,15 @@ class Drafter(CandidateGenerator, ABC):
     def update_candidate_strategy(
         self, input_ids: Tensor, scores: Tensor, num_matches: int
     ) -> None:
-        """Tell the drafter how many of its candidates transformers kept."""
+        """Observe the first `num_matches` candidates as accepted by transformers."""
         tree, path = self._proposed
         self.observe(Verdict(tree, [path[:num_matches]], [None]), ForwardOutput(torch.empty(0)))
 
 
 class NoDrafter(Drafter):
-    """Drafter that proposes nothing: every round runs the roots alone."""
+    """Drafter that proposes nothing: every round runs only the roots."""
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """One root per unfinished row."""
+        """Return one root per unfinished row."""
         roots = {row: ([state.tokens[row][-1]], [-1]) for row in limits}
         return DraftTree.from_drafts(roots, state.num_rows)

@@ -1,19 +1,17 @@
-"""Logits processors over the nodes of a tree, exact for each node's own prefix.
+"""Logits processors on the nodes of a draft tree, exact for each node's own prefix.
 
-Four kinds, in the order the user gave them:
+Four kinds, in the order that the user gave:
 
-* those that never read the prefix run once over all nodes;
-* transformers' own that read the prefix run once per prefix length, nodes as rows; where such a
-  class holds something per row of the batch, every row gets a copy that holds its share;
-* the one that looks for silence in Whisper's first step sees the roots of that step together, and
-  changes nothing;
-* any other class, a user's above all, is called as plain `generate()` calls it: with the whole
-  batch, the node's prefix in the row's own place. Rows advance at different speeds, so each has a
-  copy of its own; it is called once for every token of the output and in order, which keeps
-  classes that remember earlier calls exact too. (A function cannot be copied: what it remembers
-  outside itself is shared by all rows, so keep such a memory in a class.)
+* processors of transformers that do not read the prefix run once over all nodes;
+* processors of transformers that read the prefix run once per prefix length, with nodes as rows. If
+  the class stores one entry per row of the batch, every row gets a copy with its own entry;
+* Whisper's detection of silence sees the roots of the first step together and changes nothing;
+* any other class, such as a user's, is called as plain `generate()` calls it: with the whole batch,
+  the node's prefix in its own row. Rows advance at different speeds, so each has its own copy. It
+  is called once per token of the output and in order, which keeps classes that remember earlier
+  calls exact. (A function cannot be copied, so state outside it is shared by all rows.)
 
-Where rows hold sequences of different calls, each row has a list of its own (`RowProcessors`).
+Rows that hold sequences of different calls have one list of processors each (`RowProcessors`).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from hf_spec.common.errors import OptionError, UnsupportedError
-from hf_spec.engine.decode.copies import own_copy
+from hf_spec.engine.decode.copies import independent_copy
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 
@@ -47,7 +45,7 @@ PREFIX_FREE = (
     hf.LogitNormalization,
 )
 
-# Of these, the ones that go by scores alone, whichever tokens they are of.
+# Those in PREFIX_FREE that read only scores, not token ids.
 TOKEN_FREE = tuple(kind for kind in PREFIX_FREE if kind is not hf.SuppressTokensLogitsProcessor)
 
 READS_PREFIX = (
@@ -65,48 +63,50 @@ READS_PREFIX = (
     hf.WhisperTimeStampLogitsProcessor,
 )
 
-# Classes that hold one entry per row of the batch, and the attribute that holds it.
-HELD_PER_ROW = {
+# Classes that store one entry per row of the batch, and the attribute that stores it.
+STORED_PER_ROW = {
     hf.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
     hf.EncoderRepetitionPenaltyLogitsProcessor: "encoder_input_ids",
     hf.EncoderNoRepeatNGramLogitsProcessor: "generated_ngrams",
 }
 
-# Of these, the ones whose entry serves all rows that `num_return_sequences` makes of one prompt.
-SHARED_BY_COPIES = (
+# Those in STORED_PER_ROW with one entry for all `num_return_sequences` rows of a prompt.
+STORED_PER_PROMPT = (
     hf.EncoderRepetitionPenaltyLogitsProcessor,
     hf.EncoderNoRepeatNGramLogitsProcessor,
 )
 
-REFUSED = {
+UNSUPPORTED = {
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale runs a second forward "
-    "of the model for every token of the output, which a draft tree cannot share",
-    hf.ClassifierFreeGuidanceLogitsProcessor: "it takes two rows of scores for one of tokens",
-    hf.DiaClassifierFreeGuidanceLogitsProcessor: "it takes two rows of scores for one of tokens",
+    "pass for every token of the output, which a draft tree cannot share",
+    hf.ClassifierFreeGuidanceLogitsProcessor: "it has two rows of scores per row of tokens",
+    hf.DiaClassifierFreeGuidanceLogitsProcessor: "it has two rows of scores per row of tokens",
     hf.DiaEOSChannelFilterLogitsProcessor: "its rows are channels that depend on each other",
     hf.DiaEOSDelayPatternLogitsProcessor: "its rows are channels that depend on each other",
 }
 
 
 def check_processors(processors: Sequence[Any], num_rows: int) -> None:
-    """Refuse processors that cannot be made exact.
+    """Raise an error for processors that cannot be exact on draft trees.
 
     Raises:
-        OptionError: if something in the list cannot be called with token ids and scores.
-        UnsupportedError: names the processor and the reason.
+        OptionError: an entry cannot be called with token ids and scores.
+        UnsupportedError: the class is not supported, or stores entries for another batch size.
     """
     for processor in processors:
-        # The same test as in transformers' LogitsProcessorList, which would fail in mid-generation.
+        # The test of transformers' LogitsProcessorList, which would fail during generation.
         if not callable(processor) or len(inspect.signature(processor.__call__).parameters) > 2:
             raise OptionError(
-                f"logits_processor holds {processor!r}, which cannot be called with "
+                f"logits_processor contains {processor!r}, which cannot be called with "
                 "(input_ids, scores); pass instances of LogitsProcessor or functions of those two"
             )
-        reason = next((why for kind, why in REFUSED.items() if isinstance(processor, kind)), None)
-        held = _held(processor)
-        shared = isinstance(processor, SHARED_BY_COPIES)
-        if held is not None and (num_rows % len(held) if shared else num_rows - len(held)):
-            reason = f"it holds {len(held)} rows for a batch of {num_rows}"
+        reason = next(
+            (why for kind, why in UNSUPPORTED.items() if isinstance(processor, kind)), None
+        )
+        entries = _entries(processor)
+        shared = isinstance(processor, STORED_PER_PROMPT)
+        if entries is not None and (num_rows % len(entries) if shared else num_rows - len(entries)):
+            reason = f"it stores {len(entries)} rows for a batch of {num_rows}"
         if reason is not None:
             raise UnsupportedError(
                 f"{type(processor).__name__} cannot be used with spec_strategy: {reason}; "
@@ -115,11 +115,10 @@ def check_processors(processors: Sequence[Any], num_rows: int) -> None:
 
 
 class NodeProcessors:
-    """The processors of one `generate()` call, applied to nodes of trees.
+    """Processors of one `generate()` call, applied to nodes of trees.
 
-    `stateless_only` leaves the third kind out, and what raises errors on some scores: for draft
-    models, whose scores may differ from the target's in any way, and whose calls must not disturb
-    what a class remembers.
+    `stateless_only`, for draft models, leaves out classes that may remember calls, and those that
+    fail on some scores, since draft scores are arbitrary.
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int, stateless_only: bool = False):
@@ -128,25 +127,25 @@ class NodeProcessors:
         for processor in processors:
             if isinstance(processor, RowProcessors):
                 self._steps.append(processor.step(stateless_only))
-            elif not stateless_only or (_is_known(processor) and not _may_fail(processor)):
+            elif not stateless_only or (_is_stateless(processor) and not _may_fail(processor)):
                 self._steps.append(_step(processor, num_rows))
 
     def __len__(self) -> int:
         return len(self._steps)
 
     @property
-    def idle(self) -> bool:
-        """Whether they leave all scores alone, until a row begins with some of its own."""
+    def is_identity(self) -> bool:
+        """True if they change no scores, until a row begins with processors of its own."""
         return not any(not isinstance(step, _OfRow) or any(step.lists) for step in self._steps)
 
     @property
     def reads_prefix(self) -> bool:
-        """Whether any processor needs to know the tokens before a node."""
+        """True if any processor needs the tokens before a node."""
         return any(step.reads_prefix for step in self._steps)
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether any processor needs to know which token a score is of."""
+        """True if any processor needs the token id of each score."""
         return any(step.reads_tokens for step in self._steps)
 
     def __call__(
@@ -154,30 +153,32 @@ class NodeProcessors:
         rows: Sequence[int],
         prefixes: Sequence[Tensor] | None,
         scores: Tensor,
-        wanted: Tensor | None = None,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
-        """Process (M, V) float32 scores of nodes in sequences `rows`, changed in place maybe.
+        """Return the processed scores of M nodes; `scores` may be changed in place.
 
-        A prefix is (L,) int64, the frame up to and including the node; there are none needed where
-        `reads_prefix` is False. Where (R,) int64 tokens are `wanted`, the others having the score
-        -inf, (M, R) is returned; where no step `reads_tokens` it is taken, too.
+        Args:
+            rows: row of each node.
+            prefixes: padded ids up to and including each node, (L,) int64; None is enough where
+                `reads_prefix` is False.
+            scores: (M, V) float32, or (M, R) of `token_ids` if no processor `reads_tokens`.
+            token_ids: (R,) int64 tokens to return, (M, R); the others have the score -inf. None
+                returns (M, V).
         """
-        whole = wanted is not None and self.reads_tokens
-        for place, step in enumerate(self._steps):
-            if whole and not any(later.reads_tokens for later in self._steps[place:]):
-                scores, whole = scores[:, wanted], False
+        whole = token_ids is not None and self.reads_tokens
+        for index, step in enumerate(self._steps):
+            if whole and not any(later.reads_tokens for later in self._steps[index:]):
+                scores, whole = scores[:, token_ids], False
             scores = step(rows, prefixes or [], scores)
-        return scores[:, wanted] if whole else scores
+        return scores[:, token_ids] if whole else scores
 
 
 class RowProcessors:
-    """A list of processors per row, for rows that hold sequences of different calls.
+    """One list of processors per row, for rows that hold sequences of different calls.
 
-    It stands in a list of processors for all that `generate()` would have prepared. `begin` may
-    follow at any time: what was made from that list knows of it.
-
-    An error of a row's processor is passed to `on_error` and leaves the scores of that row as they
-    are; other rows are processed as usual.
+    As an entry in a list of processors it represents the current processors of each row, which
+    `begin` may replace at any time. An error of a row's processor is passed to `on_error` and
+    leaves the scores of that row unchanged; other rows are not affected.
     """
 
     def __init__(self, num_rows: int, on_error: Callable[[int, Exception], None]):
@@ -186,33 +187,38 @@ class RowProcessors:
         self._on_error = on_error
 
     def step(self, stateless_only: bool) -> _OfRow:
-        """Return what applies each row's own list, whatever the row holds at that time."""
+        """Return a step that applies to each row the processors it has at that time."""
         if stateless_only:
-            # Draft scores may be any. A processor that fails on them alone costs acceptance, not
-            # the row; one that fails on the target's scores is reported by the verifier.
+            # A processor that fails on draft scores costs acceptance, not the row. A failure on
+            # the target's scores is reported by the verifier.
             return _OfRow(self.stateless, lambda row, error: None)
         return _OfRow(self.all, self._on_error)
 
     def begin(self, row: int, processors: Sequence[Any]) -> None:
-        """Give a row the processors of its new sequence, as prepared for a batch of one."""
-        own = [p if _is_known(p) else own_copy(p, "several sequences") for p in processors]
-        self.all[row] = NodeProcessors(own, 1)
-        self.stateless[row] = NodeProcessors(own, 1, stateless_only=True)
+        """Set the processors of a row's new sequence, as prepared for a batch of one."""
+        copies = [
+            processor
+            if _is_stateless(processor)
+            else independent_copy(processor, "several sequences")
+            for processor in processors
+        ]
+        self.all[row] = NodeProcessors(copies, 1)
+        self.stateless[row] = NodeProcessors(copies, 1, stateless_only=True)
 
 
 class _OfRow:
-    """The processors of each row's own list."""
+    """Applies the processors of each row."""
 
     def __init__(self, lists: Sequence[NodeProcessors], on_error: Callable[[int, Exception], None]):
         self.lists, self._on_error = lists, on_error
 
     @property
     def reads_prefix(self) -> bool:
-        return any(one.reads_prefix for one in self.lists)
+        return any(processors.reads_prefix for processors in self.lists)
 
     @property
     def reads_tokens(self) -> bool:
-        return any(one.reads_tokens for one in self.lists)
+        return any(processors.reads_tokens for processors in self.lists)
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
         groups: dict[int, list[int]] = defaultdict(list)
@@ -220,15 +226,17 @@ class _OfRow:
             if self.lists[row]:
                 groups[row].append(node)
         for row, nodes in groups.items():
-            mine = [prefixes[node] for node in nodes] if prefixes else None
+            row_prefixes = [prefixes[node] for node in nodes] if prefixes else None
             try:
-                scores[nodes] = self.lists[row]([0] * len(nodes), mine, scores[nodes])
+                scores[nodes] = self.lists[row]([0] * len(nodes), row_prefixes, scores[nodes])
             except Exception as error:  # noqa: BLE001 - a row's error must not reach other rows
                 self._on_error(row, error)
         return scores
 
 
 class _PrefixFree:
+    """One call for all nodes."""
+
     reads_prefix = False
 
     def __init__(self, processor: Processor):
@@ -241,7 +249,7 @@ class _PrefixFree:
 
 
 class _ByLength:
-    """One call for all nodes with prefixes of the same length."""
+    """One call per prefix length."""
 
     reads_prefix = reads_tokens = True
 
@@ -261,7 +269,7 @@ class _ByLength:
 
 
 class _ByRow:
-    """One call per node, with the copy of the processor that belongs to the node's row."""
+    """One call per node, with the copy of the node's row."""
 
     reads_prefix = reads_tokens = True
 
@@ -277,7 +285,7 @@ class _ByRow:
 
 
 class _FirstStep:
-    """Transformers' class that looks at the first step of the whole batch and changes nothing."""
+    """One call with the roots of Whisper's first step, which changes no scores."""
 
     reads_prefix = reads_tokens = True
 
@@ -293,40 +301,42 @@ class _FirstStep:
 
 
 class _AsBatch:
-    """One call per node, as a batch that shows the node's prefix in every place."""
+    """One call per node, with a batch that has the node's prefix in every row."""
 
     reads_prefix = reads_tokens = True
 
     def __init__(self, processor: Any, num_rows: int):
         self.num_rows = num_rows
-        spares = (own_copy(processor, f"{num_rows} rows") for _ in range(num_rows - 1))
-        self.copies = [processor, *spares]
+        copies = (independent_copy(processor, f"{num_rows} rows") for _ in range(num_rows - 1))
+        self.copies = [processor, *copies]
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
         results = []
         for node, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
-            frame = prefix.expand(self.num_rows, -1).clone()
+            input_ids = prefix.expand(self.num_rows, -1).clone()
             batch = scores[node].expand(self.num_rows, -1).clone()
-            results.append(self.copies[row](frame, batch)[row])
+            results.append(self.copies[row](input_ids, batch)[row])
         return torch.stack(results)
 
 
-def _is_known(processor: Any) -> bool:
-    kinds = (*PREFIX_FREE, *READS_PREFIX, *HELD_PER_ROW, hf.PrefixConstrainedLogitsProcessor)
+def _is_stateless(processor: Any) -> bool:
+    """Return True for the classes of transformers that remember no calls."""
+    kinds = (*PREFIX_FREE, *READS_PREFIX, *STORED_PER_ROW, hf.PrefixConstrainedLogitsProcessor)
     return type(processor) in kinds
 
 
 def _may_fail(processor: Any) -> bool:
-    """Whether transformers' class raises an error on some scores; the draft model's need no mark.
+    """Return True for a class of transformers that raises an error on some scores.
 
-    The watermark that seeds by the candidates themselves indexes with an empty list of floats
-    where none of the forty best tokens is on its green list. Trying them takes long besides.
+    The self-hashing watermark indexes with an empty list of floats where none of the forty best
+    tokens is on its green list. It is also slow, and drafts need no watermark.
     """
-    marks = type(processor) is hf.WatermarkLogitsProcessor
-    return marks and processor.seeding_scheme == "selfhash"
+    is_watermark = type(processor) is hf.WatermarkLogitsProcessor
+    return is_watermark and processor.seeding_scheme == "selfhash"
 
 
 def _step(processor: Any, num_rows: int) -> Any:
+    """Return the step that applies a processor to nodes, by its kind."""
     kind = type(processor)
     if kind in PREFIX_FREE:
         return _PrefixFree(processor)
@@ -334,31 +344,33 @@ def _step(processor: Any, num_rows: int) -> Any:
         return _FirstStep(processor)
     if kind is hf.PrefixConstrainedLogitsProcessor:
         return _ByRow([_constrained(processor, row) for row in range(num_rows)])
-    held = _held(processor)
-    if held is not None:
-        places = [row * len(held) // num_rows for row in range(num_rows)]
-        return _ByRow([_share(processor, held[place : place + 1]) for place in places])
+    entries = _entries(processor)
+    if entries is not None:
+        indices = [row * len(entries) // num_rows for row in range(num_rows)]
+        return _ByRow([_with_entries(processor, entries[i : i + 1]) for i in indices])
     if kind in READS_PREFIX:
         return _ByLength(processor)
     return _AsBatch(processor, num_rows)
 
 
-def _held(processor: Any) -> Tensor | list[Any] | None:
-    """What the processor holds per row of the batch, if anything."""
-    attribute = HELD_PER_ROW.get(type(processor))
-    held = getattr(processor, attribute) if attribute else None
-    return held if isinstance(held, (Tensor, list)) else None
+def _entries(processor: Any) -> Tensor | list[Any] | None:
+    """Return the entries that the processor stores per row of the batch, if any."""
+    attribute = STORED_PER_ROW.get(type(processor))
+    entries = getattr(processor, attribute) if attribute else None
+    return entries if isinstance(entries, (Tensor, list)) else None
 
 
-def _share(processor: Any, held: Tensor | list[Any]) -> Any:
-    share = copy.copy(processor)
-    setattr(share, HELD_PER_ROW[type(processor)], held)
-    if hasattr(share, "batch_size"):
-        share.batch_size = 1
-    return share
+def _with_entries(processor: Any, entries: Tensor | list[Any]) -> Any:
+    """Return a copy for a batch of one with these entries."""
+    row_processor = copy.copy(processor)
+    setattr(row_processor, STORED_PER_ROW[type(processor)], entries)
+    if hasattr(row_processor, "batch_size"):
+        row_processor.batch_size = 1
+    return row_processor
 
 
 def _constrained(processor: hf.PrefixConstrainedLogitsProcessor, row: int) -> Processor:
+    """Return the processor for one row, whose function gets the number of the row's prompt."""
     allowed = processor._prefix_allowed_tokens_fn
     return hf.PrefixConstrainedLogitsProcessor(
         lambda _, ids: allowed(row // processor._num_beams, ids), 1

@@ -1,15 +1,15 @@
-"""Speculative decoding: draft, one packed forward of the target, verify, commit."""
+"""Speculative decoding: draft, one packed forward pass of the target, verify, commit, observe."""
 
 from __future__ import annotations
 
 from hf_spec.common.outputs import SpecGenerateOutput, SpecStats
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.ended_rows import run_padding
 from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.padding_scores import score_padding
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 
 
 def speculative_decode(
@@ -20,19 +20,19 @@ def speculative_decode(
     Args:
         target: runs the target model; active.
         drafter: proposes draft trees; active.
-        verifier: judges them against the target's logits without changing the output.
-        state: the sequences; holds the result afterwards.
+        verifier: verifies them against the target's logits.
+        state: the sequences; updated in place.
     """
     while state.unfinished:
         speculative_step(target, drafter, verifier, state)
-    count_models(state.stats, target, drafter)
+    update_counts(state.stats, target, drafter)
     return state.finish()
 
 
 def speculative_step(
     target: ModelRunner, drafter: Drafter, verifier: Verifier, state: GenerationState
 ) -> None:
-    """One draft for every unfinished row, judged in one forward of the target."""
+    """Draft for every unfinished row and verify all drafts in one forward pass of the target."""
     with state.clock("draft"):
         tree = drafter.draft(state, state.draft_limits)
     with state.clock("verify"):
@@ -48,16 +48,16 @@ def finish_step(
     tree: DraftTree,
     output: ForwardOutput,
 ) -> None:
-    """Judge a draft by the target's output and commit what is right."""
+    """Verify a draft against the target's output, and commit the accepted and bonus tokens."""
     verdict = verifier.verify(tree, output.logits, state)
     state.commit(verdict)
     target.keep(verdict.paths)
     drafter.observe(verdict, output)
-    run_padding(target, verifier, state)
+    score_padding(target, verifier, state)
 
 
-def count_models(stats: SpecStats, target: ModelRunner, drafter: Drafter) -> None:
-    """Take over what the models have counted so far."""
+def update_counts(stats: SpecStats, target: ModelRunner, drafter: Drafter) -> None:
+    """Copy the counters of the models to `stats`."""
     stats.target_forwards = target.forwards
     stats.target_tokens = target.tokens_run
     stats.target_padding = target.padding_run

@@ -1,4 +1,4 @@
-"""Distributions of tokens, and random draws from them that do not hold the host up."""
+"""Token distributions, and random draws from them that do not synchronize with a GPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from torch import Tensor
 
 
 def distribution(scores: Tensor) -> Tensor:
-    """What a drafter proposes by: the softmax of (M, V) scores, whatever stands in them.
+    """Return the softmax of (M, V) scores, one-hot at the argmax where the softmax is undefined.
 
-    A processor may leave scores of which the softmax is not a number: an infinite one, -inf for
-    every token, NaN. There the token that `argmax` takes, as plain greedy decoding does, is
-    certain.
+    Processors may leave an infinite score, NaN, or -inf for every token. A drafter then proposes
+    the token that plain greedy decoding takes.
     """
     probs = scores.softmax(dim=-1)
-    # One such score makes its whole line NaN.
+    # One such score makes its whole row NaN.
     undefined = probs[:, :1].isnan()
-    # A GPU is not asked, because the host would wait for the answer.
+    # On a GPU the test would make the host wait.
     if probs.device.type == "cpu" and not undefined.any():
         return probs
     best = scores.argmax(dim=-1, keepdim=True)
@@ -24,29 +23,29 @@ def distribution(scores: Tensor) -> Tensor:
 
 
 def draw(probs: Tensor, count: int = 1) -> Tensor:
-    """(M, count) int64: draws without replacement from (M, V) lines, as by `torch.multinomial`.
+    """Draw without replacement from each row of (M, V) `probs`: (M, count) int64.
 
-    That function asks a GPU whether its input is sane, and waits for the answer. There the first of
-    exponential clocks to ring are taken, which have the same distribution, order included.
+    `torch.multinomial` checks its input, for which the host waits for a GPU. There an exponential
+    race is used, which has the same distribution, including the order of the draws.
     """
     if probs.device.type == "cpu":
         return torch.multinomial(probs, count)
-    return first_to_ring(probs, count)
+    return exponential_race(probs, count)
 
 
 def draw_or_none(probs: Tensor) -> Tensor:
-    """Draw one token per line of (M, V) `probs`: (M,) int64, -1 where the line has NaN.
+    """Draw one token per row of (M, V) `probs`: (M,) int64, -1 where the row has NaN.
 
     A softmax over scores with NaN, an infinite score or only -inf is NaN throughout.
     """
     undefined = probs[:, 0].isnan()
-    # A GPU is not asked, because the host would wait for the answer.
+    # On a GPU the test would make the host wait.
     if probs.device.type == "cpu" and not undefined.any():
         return draw(probs)[:, 0]
     drawn = draw(probs.masked_fill(undefined[:, None], 1.0))[:, 0]
     return drawn.masked_fill(undefined, -1)
 
 
-def first_to_ring(rates: Tensor, count: int) -> Tensor:
-    """Which of the clocks of each line ring first, the rates being anything but negative."""
+def exponential_race(rates: Tensor, count: int) -> Tensor:
+    """Return the `count` earliest arrivals per row of (M, V) nonnegative `rates`, in order."""
     return (rates / torch.empty_like(rates).exponential_()).topk(count, dim=-1).indices

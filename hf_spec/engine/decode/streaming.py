@@ -1,7 +1,7 @@
-"""Streams of several sequences: who gets which tokens, as soon as they are certain.
+"""Streaming of one or several sequences: tokens are passed on as soon as they are certain.
 
-A streamer of transformers follows one sequence. A `BatchStreamer` is told with every block which
-sequence it belongs to, and with a tokenizer a `BatchTextStreamer` turns each sequence into text.
+A streamer of transformers follows one sequence. A `BatchStreamer` receives every block of tokens
+with the index of its sequence, and a `BatchTextStreamer` decodes each sequence to text.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_spec.common.errors import UnsupportedError
 
-# What a tokenizer writes for bytes that are no whole character yet.
+# Replacement character, which tokenizers return for the bytes of an incomplete character.
 INCOMPLETE = "\ufffd"
 
 
 class BatchStreamer(BaseStreamer):
-    """Hands on the generated tokens of every sequence, block by block.
+    """Receives the generated tokens of every sequence in blocks.
 
     For `generate(batch, spec_strategy=..., streamer=...)` and `generate_batch(...)`; prompts are
-    not streamed. `on_tokens` gets the number of a sequence and its newest tokens, `on_end` that of
-    one that has ended. Subclasses may override `put_row` and `end_row` instead.
+    not streamed. `on_tokens` is called with the index of a sequence and its newest tokens, `on_end`
+    with that of a sequence that has ended. Subclasses may override `put_row` and `end_row` instead.
     """
 
     def __init__(
@@ -36,36 +36,38 @@ class BatchStreamer(BaseStreamer):
         self.on_end = on_end
 
     def put_row(self, row: int, token_ids: list[int]) -> None:
-        """Receive new tokens of one sequence: a row of a batch, or a place among the prompts."""
+        """Receive new tokens of a sequence: a row of a batch, or an index into the prompts."""
         self.on_tokens(row, token_ids)
 
     def end_row(self, row: int) -> None:
-        """Learn that a sequence has ended; nothing more of it comes."""
+        """Receive the end of a sequence, after its last tokens."""
         self.on_end(row)
 
     def put(self, value: torch.Tensor) -> None:
-        """Pass over the prompts, which `generate()` puts first.
+        """Ignore the prompts, which `generate()` puts first.
 
-        Without a strategy it would put one token of all rows at a time, padding included: refused.
+        Raises:
+            UnsupportedError: there is no strategy, so `generate()` puts one token of all rows at a
+                time, padding included.
         """
         if value.ndim == 1:
             raise UnsupportedError(
-                f"{type(self).__name__} follows speculative decoding; name a spec_strategy "
-                "('none' drafts nothing), or use a streamer of transformers"
+                f"{type(self).__name__} needs a spec_strategy ('none' drafts nothing); without one "
+                "use a streamer of transformers"
             )
 
     def end(self) -> None:
-        """Learn that all sequences have ended."""
+        """Receive the end of all sequences."""
 
 
 class BatchTextStreamer(BatchStreamer):
     """Decodes every sequence as it grows.
 
-    The pieces of a sequence put together are what the tokenizer makes of all its tokens; a
-    character of several tokens comes whole.
+    The concatenated pieces of a sequence are its decoded tokens. A character of several tokens is
+    passed on as a whole.
 
-    `on_text` gets the number of a sequence, its newest text, and whether it has ended; the last
-    call of a sequence may have no text. `decode_kwargs` are such as `skip_special_tokens=True`.
+    `on_text` is called with the index of a sequence, its newest text and True if it has ended; the
+    last text may be empty. `decode_kwargs` are arguments such as `skip_special_tokens=True`.
     """
 
     def __init__(
@@ -94,52 +96,52 @@ class BatchTextStreamer(BatchStreamer):
 
 
 class _GrowingText:
-    """A sequence of tokens whose text is read piece by piece.
+    """A sequence of tokens whose text is read in pieces.
 
-    What a token looks like may depend on the one before it (a space between words, say), so new
-    tokens are decoded together with those of the last piece.
+    The text of a token may depend on the one before it (a space between words), so new tokens are
+    decoded together with those of the last piece.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]):
         self._decode = decode
-        self._known: list[int] = []
+        self._last_piece: list[int] = []
         self._new: list[int] = []
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; empty while a character is not whole."""
+        """Return the text that these tokens complete, empty while a character is incomplete."""
         self._new += token_ids
         return self._read(wait=True)
 
     def rest(self) -> str:
-        """What was held back."""
+        """Return the text of tokens that `add` held back."""
         return self._read(wait=False)
 
     def _read(self, wait: bool) -> str:
-        text = self._decode([*self._known, *self._new])
+        text = self._decode([*self._last_piece, *self._new])
         if wait and text.endswith(INCOMPLETE):
             return ""
-        piece = text[len(self._decode(self._known)) :]
-        self._known, self._new = self._new or self._known, []
+        piece = text[len(self._decode(self._last_piece)) :]
+        self._last_piece, self._new = self._new or self._last_piece, []
         return piece
 
 
 class StreamFeed:
-    """What a streamer was given so far: one of transformers, a `BatchStreamer`, or None."""
+    """Sends each generated token once to a streamer of transformers, a `BatchStreamer` or None."""
 
     def __init__(self, streamer: Any, num_rows: int):
         self.streamer = streamer
-        self._names = list(range(num_rows))
+        self._sequences = list(range(num_rows))
         self._sent = [0] * num_rows
         self._ended = [False] * num_rows
 
-    def begin(self, row: int, name: int) -> None:
-        """Follow a new sequence in `row`, called `name`."""
-        self._names[row] = name
+    def begin(self, row: int, sequence: int) -> None:
+        """Follow another sequence in `row`."""
+        self._sequences[row] = sequence
         self._sent[row] = 0
         self._ended[row] = False
 
     def send(self, row: int, generated: Sequence[int], ended: bool) -> None:
-        """Hand on what is new of all tokens that stay, and whether the row has ended."""
+        """Send the new ones of all `generated` tokens of a row, and its end if it has `ended`."""
         if self.streamer is None or self._ended[row]:
             return
         block = list(generated[self._sent[row] :])
@@ -150,9 +152,9 @@ class StreamFeed:
                 self.streamer.put(torch.tensor(block))
             return
         if block:
-            self.streamer.put_row(self._names[row], block)
+            self.streamer.put_row(self._sequences[row], block)
         if ended:
-            self.streamer.end_row(self._names[row])
+            self.streamer.end_row(self._sequences[row])
 
     def end(self) -> None:
         """Close the streamer."""

@@ -1,21 +1,22 @@
-"""Verifiers: which draft tokens the target accepts, without changing what it would say.
+"""Verifiers: which draft tokens the target accepts, with the target's output unchanged.
 
-Both walk each row's tree from its root. At a node, p is the target's distribution for the next
-token there, after every processor of the user, evaluated with that node's own prefix.
+Both walk each row's tree from its root. At a node, p is the target's distribution of the next
+token, after all of the user's logits processors, evaluated with that node's own prefix.
 
 ===================  ============================================================================
-`NodeDraw`           draw x ~ p (greedy: the argmax). If a child carries x, go there; otherwise
-                     emit x and stop. Exact for every draft that does not depend on these draws.
-`ResidualRejection`  for children drawn from q without replacement: accept a child x when
+`NodeDraw`           draw x ~ p (greedy: the argmax). If a child has the token x, go there;
+                     otherwise emit x and stop. Exact for every draft that is independent of these
+                     draws.
+`ResidualRejection`  for children drawn from q without replacement: accept a child x if
                      u q(x) < p(x), u uniform; otherwise p <- norm(max(p - q, 0)), q <- norm(q
                      without x) and on to its sibling; if none is left, emit a draw from p.
                      (Leviathan et al. 2023, arXiv 2211.17192, Alg. 1; siblings as in Miao et al.
                      2024, arXiv 2305.09781, with sampling without replacement.)
 ===================  ============================================================================
 
-On a CPU nodes are looked at one level after the other, and none that the walk does not reach. On a
-GPU every level would wait for the one before, so all nodes are judged at once and the host learns
-the outcome in one transfer, unless a processor reads prefixes or the scores are wanted.
+On a CPU the walk visits one level at a time and computes nothing for nodes off the path. On a GPU
+every level would synchronize, so all nodes are verified together and the outcome is fetched once,
+unless a processor reads prefixes or the output has scores or logits.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 
 
 class Verifier(LogitsProcessor):
-    """Judges draft trees; as a logits processor it is the user's processors in one."""
+    """Verifies draft trees. As a logits processor it applies all of the user's processors."""
 
     def __init__(self, processors: Sequence[Any], num_rows: int):
         self.processors = NodeProcessors(processors, num_rows)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Process (B, V) scores of the rows whose (B, L) ids are given, as plain generate does."""
+        """Process the (B, V) scores of (B, L) ids, as plain `generate()` does."""
         return self.processors(range(input_ids.shape[0]), list(input_ids), scores)
 
     def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
-        """Walk every unfinished row down its tree, by the target's (N, V) logits of its N nodes.
+        """Walk every unfinished row down its tree of N nodes, by the target's (N, V) logits.
 
         Returns:
             Accepted nodes and the bonus token per row, with scores if the state keeps them.
@@ -57,21 +58,21 @@ class Verifier(LogitsProcessor):
         bonus: list[int | None] = [None] * tree.num_rows
         here = {row: tree.row_start[row] for row in state.unfinished}
         self._begin(tree, walk)
-        # One level per turn, all rows together; rows drop out where the target disagrees.
+        # One level per iteration, all rows together; a row drops out at its bonus token.
         while here:
             paths = {row: [tree.tokens[node] for node in accepted[row]] for row in here}
             for row, (token, node) in self._step(tree, walk, here, paths).items():
                 if token < 0:
-                    state.fail(row, _undefined(row))
+                    state.fail(row, _undefined_error(row))
                 if row in state.errors:
-                    # The verdict is not committed, but drafters read it.
+                    # Not committed, but drafters read the verdict.
                     bonus[row] = tree.tokens[tree.row_start[row]]
                 elif node is None:
                     bonus[row] = token
                 else:
                     accepted[row].append(node)
                     if state.stop.ends_sequence(token):
-                        # Plain generate() does not compute this token; the stop rule cuts it off.
+                        # Plain generate() computes nothing after it; the stop rule removes this.
                         bonus[row] = token
             here = {row: accepted[row][-1] for row in here if bonus[row] is None}
         return Verdict(
@@ -83,10 +84,10 @@ class Verifier(LogitsProcessor):
         )
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
-        """Prepare what can be computed for all nodes at once."""
+        """Precompute what is computed for all nodes together."""
 
-    def _at_once(self, logits: Tensor, state: GenerationState) -> bool:
-        """Whether all nodes are judged together, on a GPU."""
+    def _all_together(self, logits: Tensor, state: GenerationState) -> bool:
+        """Return True if all nodes are verified together, on a GPU."""
         by_level = self.processors.reads_prefix or state.keep_scores or state.keep_logits
         return serves(logits) and not by_level
 
@@ -94,14 +95,20 @@ class Verifier(LogitsProcessor):
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
-        """Per row the token that follows its current node, and the child that carries it if any.
+        """Return per row the next token, and the child that has it, if any.
 
-        The token is -1 where the scores of a row that draws define no distribution.
+        `here` has the current node per row, `paths` the tokens from the root's child to it. The
+        token is -1 where a row draws and its scores define no distribution.
         """
 
 
 class Walk:
-    """The target's scores along the way, processed for the nodes that are visited and no others."""
+    """The target's scores during one verification; processors run on requested nodes only.
+
+    Attributes:
+        scores, logits: per row (V,) float32 of each visited node, where the state keeps them.
+        choices: token after each of the N nodes, where all were verified together.
+    """
 
     def __init__(self, processors: NodeProcessors, logits: Tensor, state: GenerationState):
         self.processors = processors
@@ -109,40 +116,34 @@ class Walk:
         self.state = state
         self.scores: list[list[Tensor]] = [[] for _ in range(state.num_rows)]
         self.logits: list[list[Tensor]] = [[] for _ in range(state.num_rows)]
-        self.choice: list[int] | None = None
+        self.choices: list[int] | None = None
 
-    def look(
+    def scores_of(
         self, rows: Sequence[int], nodes: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> Tensor:
-        """(M, V) float32 processed scores of any nodes, by their rows and paths; nothing is kept.
+        """Return (M, V) float32 processed scores of M nodes, without storing them.
 
-        A path has the tokens from the root's child down to the node.
+        `paths` are the tokens from the root's child to each node.
         """
         raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)
         prefixes = self.state.prefixes(rows, paths) if self.processors.reads_prefix else None
         return self.processors(rows, prefixes, raw)
 
-    def look_at_all(self, tree: DraftTree) -> Tensor:
-        """(N, V) processed scores of all nodes, where no processor reads a prefix."""
-        if self.processors.idle:
+    def scores_of_all(self, tree: DraftTree) -> Tensor:
+        """Return (N, V) processed scores of all nodes; no processor may read prefixes."""
+        if self.processors.is_identity:
             return self.raw
-        rows = rows_of(tree)
         raw = self.raw.to(self.state.device, torch.float32, copy=True)
-        return self.processors(rows, None, raw)
-
-    def follow(self, tree: DraftTree, here: dict[int, int]) -> dict[int, tuple[int, int | None]]:
-        """Per row what was chosen at its current node, and the child that carries it."""
-        assert self.choice is not None, "asked for where all nodes were judged"
-        return carried(tree, here, [self.choice[node] for node in here.values()])
+        return self.processors(_node_rows(tree), None, raw)
 
     def visit(self, here: dict[int, int], paths: dict[int, list[int]]) -> Tensor:
-        """(len(here), V) float32 processed scores of the current nodes, kept if anybody asked."""
+        """Return (len(here), V) float32 processed scores, and store what the output needs."""
         rows, nodes = list(here), list(here.values())
         if self.state.keep_logits:
             raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)
             for row, logits in zip(rows, raw, strict=True):
                 self.logits[row].append(logits)
-        scores = self.look(rows, nodes, [paths[row] for row in rows])
+        scores = self.scores_of(rows, nodes, [paths[row] for row in rows])
         if self.state.keep_scores:
             for row, score in zip(rows, scores, strict=True):
                 self.scores[row].append(score)
@@ -150,118 +151,70 @@ class Walk:
 
 
 class NodeDraw(Verifier):
-    """One draw per node; see the module. Greedy decoding is the case where the draw is certain.
+    """One draw per node, see the module; greedy rows take the argmax.
 
-    Rows that draw may stand beside rows that do not: drafts here depend on neither.
+    Rows that draw may be in a batch with greedy rows: drafts depend on neither.
     """
 
     def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
-        """See `Verifier`; a GPU draws and walks by itself where it can."""
-        if not self._at_once(logits, state):
+        """Verify a tree, see `Verifier`; where possible a GPU draws and walks."""
+        if not self._all_together(logits, state):
             return super().verify(tree, logits, state)
-        scores = Walk(self.processors, logits, state).look_at_all(tree)
+        scores = Walk(self.processors, logits, state).scores_of_all(tree)
         return _walk_on_device(tree, scores, state)
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
         state = walk.state
-        wanted = state.drawing or state.keep_scores or state.keep_logits
-        if self.processors.idle and not wanted:
-            walk.choice = walk.raw.argmax(dim=-1).tolist()
+        by_level = state.drawing or state.keep_scores or state.keep_logits
+        if self.processors.is_identity and not by_level:
+            walk.choices = walk.raw.argmax(dim=-1).tolist()
 
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
-        if walk.choice is not None:
-            return walk.follow(tree, here)
+        if walk.choices is not None:
+            return _follow(tree, here, [walk.choices[node] for node in here.values()])
         scores = walk.visit(here, paths)
         if walk.state.drawing:
-            scores = _decided(scores, list(here), walk.state)
+            scores = _mask_greedy_rows(scores, list(here), walk.state)
             tokens = draw_or_none(scores.softmax(dim=-1)).tolist()
         else:
             tokens = scores.argmax(dim=-1).tolist()
-        return carried(tree, here, tokens)
-
-
-def _undefined(row: int) -> RuntimeError:
-    return RuntimeError(
-        f"row {row}: no token can be drawn, since the probability tensor contains inf or nan after "
-        "the logits processors; check temperature and the other sampling settings"
-    )
-
-
-def rows_of(tree: DraftTree) -> list[int]:
-    """The row of every node."""
-    return [row for row in range(tree.num_rows) for _ in tree.nodes(row)]
-
-
-def _decided(scores: Tensor, rows: Sequence[int], state: GenerationState) -> Tensor:
-    """(M, V) scores to draw from: rows that do not draw keep their most likely token alone."""
-    certain = [place for place, row in enumerate(rows) if not state.draws[row]]
-    if not certain:
-        return scores
-    best = scores[certain].argmax(dim=-1, keepdim=True)
-    # A copy: the scores may be the model's own, or kept for the output.
-    scores = scores.clone()
-    scores[certain] = torch.full_like(scores[certain], -torch.inf).scatter(1, best, 0.0)
-    return scores
-
-
-def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> Verdict:
-    """The verdict by `verify_tree`, in one transfer."""
-    uniforms = None
-    if state.drawing:
-        scores = _decided(scores, rows_of(tree), state)
-        uniforms = torch.rand(len(scores), device=scores.device)
-    most = max(len(tree.nodes(row)) for row in range(tree.num_rows))
-    found = verify_tree(scores, *tree.on(scores.device), most, uniforms)
-    columns = (found.num_accepted[:, None], found.bonus[:, None], found.accepted)
-    accepted: list[list[int]] = []
-    bonus: list[int | None] = []
-    for row, (count, last, *path) in enumerate(fetch(torch.cat(columns, dim=1))):
-        drafted = [tree.tokens[node] for node in path[:count]]
-        # What lies after the end of a sequence is cut off by the stop rule, here as in `verify`.
-        end = next((i for i, token in enumerate(drafted) if state.stop.ends_sequence(token)), None)
-        accepted.append(path[:count] if end is None else path[: end + 1])
-        bonus.append(drafted[end] if end is not None else last if last >= 0 else None)
-        if last < 0 and tree.nodes(row):
-            state.fail(row, _undefined(row))
-            # As in `verify`.
-            bonus[-1] = tree.tokens[tree.row_start[row]]
-    return Verdict(tree, accepted, bonus)
+        return _follow(tree, here, tokens)
 
 
 class ResidualRejection(Verifier):
-    """Leviathan's rule on chains, its extension to siblings on trees; see the module."""
+    """Leviathan's rule on chains and its extension to siblings on trees; see the module."""
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
-        if self._at_once(walk.raw, walk.state):
-            probs = walk.look_at_all(tree).softmax(dim=-1, dtype=torch.float32)
-            walk.choice = fetch(self._judge(tree, range(tree.num_nodes), probs))
+        if self._all_together(walk.raw, walk.state):
+            probs = walk.scores_of_all(tree).softmax(dim=-1, dtype=torch.float32)
+            walk.choices = fetch(self._judge(tree, range(tree.num_nodes), probs))
 
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
-        if walk.choice is not None:
-            return walk.follow(tree, here)
+        if walk.choices is not None:
+            return _follow(tree, here, [walk.choices[node] for node in here.values()])
         probs = walk.visit(here, paths).softmax(dim=-1)
-        return carried(tree, here, self._judge(tree, list(here.values()), probs).tolist())
+        return _follow(tree, here, self._judge(tree, list(here.values()), probs).tolist())
 
     @staticmethod
     def _judge(tree: DraftTree, nodes: Sequence[int], target: Tensor) -> Tensor:
-        """(M,) int64: the token that follows each of M nodes, that of an accepted child or a draw.
+        """Return the token after each of M nodes, of an accepted child or drawn: (M,) int64.
 
-        The rule at (M, V) float32 `target` distributions, without waiting for the device.
+        `target` has their (M, V) float32 distributions. Does not synchronize with the device.
         """
         siblings = [[tree.tokens[child] for child in tree.proposals(node)] for node in nodes]
         most = max(map(len, siblings))
         padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in siblings]
-        table, places = send(
+        table, indices = send(
             [torch.tensor(part, dtype=torch.long) for part in (padded, nodes)], target.device
         )
-        chosen = torch.full_like(places, -1)
+        chosen = torch.full_like(indices, -1)
         if most:
-            assert tree.draft_probs is not None, "sampled drafts carry their distributions"
-            draft = tree.draft_probs.to(target.device)[places]
+            assert tree.draft_probs is not None, "sampled drafts have distributions"
+            draft = tree.draft_probs.to(target.device)[indices]
         for tokens in table.unbind(dim=1):
             undecided = (chosen < 0) & (tokens >= 0)
             token = tokens.clamp(min=0)[:, None]
@@ -271,21 +224,68 @@ class ResidualRejection(Verifier):
             rejected = (undecided & ~fits)[:, None]
             residual = (target - draft).clamp_(min=0)
             # An empty residual means p = q up to rounding: a rejection there has no probability.
-            target = torch.where(rejected, _normalised(residual, target), target)
+            target = torch.where(rejected, _normalized(residual, target), target)
             others = draft.scatter(1, token, 0.0)
-            draft = torch.where(rejected, _normalised(others, others), draft)
+            draft = torch.where(rejected, _normalized(others, others), draft)
         return torch.where(chosen < 0, draw_or_none(target), chosen)
 
 
-def carried(
+def _undefined_error(row: int) -> RuntimeError:
+    return RuntimeError(
+        f"row {row}: no token can be drawn, since the probability tensor contains inf or nan after "
+        "the logits processors; check temperature and the other sampling settings"
+    )
+
+
+def _node_rows(tree: DraftTree) -> list[int]:
+    """Return the row of every node."""
+    return [row for row in range(tree.num_rows) for _ in tree.nodes(row)]
+
+
+def _follow(
     tree: DraftTree, here: dict[int, int], tokens: Sequence[int]
 ) -> dict[int, tuple[int, int | None]]:
-    """Per row the token that follows its current node, and the child that carries it if any."""
+    """Return per row the token after its current node, and the child that has it, if any."""
     pairs = zip(here.items(), tokens, strict=True)
     return {row: (token, tree.child(node, token)) for (row, node), token in pairs}
 
 
-def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Lines divided by their sums; those of `otherwise` where there is nothing to divide."""
+def _mask_greedy_rows(scores: Tensor, rows: Sequence[int], state: GenerationState) -> Tensor:
+    """Return (M, V) scores to draw from, in which greedy rows have only their best token."""
+    greedy = [index for index, row in enumerate(rows) if not state.draws[row]]
+    if not greedy:
+        return scores
+    best = scores[greedy].argmax(dim=-1, keepdim=True)
+    # A copy: these may be the model's logits, or scores stored for the output.
+    scores = scores.clone()
+    scores[greedy] = torch.full_like(scores[greedy], -torch.inf).scatter(1, best, 0.0)
+    return scores
+
+
+def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> Verdict:
+    """Return the verdict of the `verify_tree` kernel, in one transfer."""
+    uniforms = None
+    if state.drawing:
+        scores = _mask_greedy_rows(scores, _node_rows(tree), state)
+        uniforms = torch.rand(len(scores), device=scores.device)
+    most = max(len(tree.nodes(row)) for row in range(tree.num_rows))
+    result = verify_tree(scores, *tree.on(scores.device), most, uniforms)
+    columns = (result.num_accepted[:, None], result.bonus[:, None], result.accepted)
+    accepted: list[list[int]] = []
+    bonus: list[int | None] = []
+    for row, (count, last, *path) in enumerate(fetch(torch.cat(columns, dim=1))):
+        drafted = [tree.tokens[node] for node in path[:count]]
+        # As in `Verifier.verify`, the walk stops at an end of sequence.
+        end = next((i for i, token in enumerate(drafted) if state.stop.ends_sequence(token)), None)
+        accepted.append(path[:count] if end is None else path[: end + 1])
+        bonus.append(drafted[end] if end is not None else last if last >= 0 else None)
+        if last < 0 and tree.nodes(row):
+            state.fail(row, _undefined_error(row))
+            bonus[-1] = tree.tokens[tree.row_start[row]]
+    return Verdict(tree, accepted, bonus)
+
+
+def _normalized(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Return rows divided by their sums; rows of `otherwise` where the sum is 0."""
     total = weights.sum(dim=-1, keepdim=True)
     return torch.where(total > 0, weights / total, otherwise)

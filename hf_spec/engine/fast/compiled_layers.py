@@ -1,19 +1,20 @@
-"""Compiled decoder layers of one model: traced, written in C++, and one call each.
+"""Compiled decoder layers of one model: each layer is traced, generated as C++ and called once.
 
-A third or more of a small step on a CPU is not matmuls but small operations, called one by one. A
-compiled layer is one call. Layers of one kind share a program, so compiling takes seconds however
-deep the model is, and all around the layers (hidden states, virtual tokens, hooks) stays as it is.
+On a CPU a third or more of a small step is spent on small operations that are called one by one. A
+compiled layer is a single call. Layers of one kind share a C++ function, so compiling takes seconds
+for a model of any depth. Everything around the layers (hidden states, virtual tokens, hooks) is
+unchanged.
 
-Compiling is opt-in: `hf_spec.compile(model)`, or `compile=True` of a
-strategy. Every program is tried beside the layer's own forward on the same input. A layer that
-cannot be traced, that reads what cannot be watched (`layer_state`), or whose program computes
-something else runs uncompiled, and the log names the reason. What the layers read is compared with
-what they were traced with before every forward pass. Layers have compiled forwards during a
-generation only (`ForwardOverrides`).
+Compiling is opt-in: `hf_spec.compile(model)`, or `compile=True` of a strategy. The first call of
+every kind runs both compiled and uncompiled, and the results are compared. A layer runs uncompiled,
+and the log names the reason, if it cannot be traced, if its result differs, or if it reads state
+whose changes cannot be detected (`layer_state`). That state is checked before every forward pass.
+Compiled forwards are installed during a generation only (`ForwardOverrides`).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -27,39 +28,43 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
-from hf_spec.engine.fast.forward_overrides import ForwardOverrides
-from hf_spec.engine.fast.layer_call import BoundProgram
+from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
 from hf_spec.engine.fast.layer_tracing import (
     MAX_TOKENS,
+    STEP,
     LayerCall,
-    LayerProgram,
+    LayerFunction,
     as_tuple,
     compile_layer,
     linears_of,
     tensors_of,
 )
 from hf_spec.engine.fast.packed_linear import has_fast_forward, packed_changes
+from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 from hf_spec.engine.forward.model_cache import cached_per_model
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.step import PackedStep
 
 logger = logging.getLogger(__name__)
 
-# Relative distance by norm at which a program still equals its layer up to rounding.
+# Largest relative distance (of norms) between compiled and uncompiled results.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-# Programs of one model. Layers whose state changes from call to call would need more and more.
+# Functions compiled for one model. Layers whose state keeps changing would need ever more.
 MAX_PROGRAMS = 16
-# A call of at most this many tokens that no program serves is not tried again.
+# A longer call that other kernels run is a prompt: shorter calls may still run compiled.
 STEP_TOKENS = 64
+# Different arguments of layers in one step that are cached, such as those of global and local
+# attention.
+MAX_STEP_CALLS = 4
 
 
-class _Here(threading.local):
+class _ThreadSettings(threading.local):
     """Settings of the calls that this thread runs.
 
     Attributes:
-        compile: overrides `CompiledLayers.enabled` of every model; None leaves it.
-        compiled: whether the forward pass under way runs layers compiled.
-        uncompiled: True while layers must run uncompiled because Python acts inside them.
+        compile: overrides `CompiledLayers.enabled` of every model unless it is None.
+        compiled: True if the current forward pass runs layers compiled.
+        uncompiled: True while layers must run uncompiled because Python code acts inside them.
     """
 
     compile: bool | None = None
@@ -67,21 +72,21 @@ class _Here(threading.local):
     uncompiled: bool = False
 
 
-_here = _Here()
+_thread = _ThreadSettings()
 
 
 @contextmanager
 def _set(name: str, value: bool | None) -> Iterator[None]:
-    before = getattr(_here, name)
-    setattr(_here, name, value)
+    before = getattr(_thread, name)
+    setattr(_thread, name, value)
     try:
         yield
     finally:
-        setattr(_here, name, before)
+        setattr(_thread, name, before)
 
 
 def compiling(wanted: bool | None) -> AbstractContextManager[None]:
-    """Compile the layers of every model that this thread runs inside the block, or do not.
+    """Switch compiled layers on or off for all models that this thread runs inside the block.
 
     With None, `hf_spec.compile` of each model decides.
     """
@@ -89,7 +94,7 @@ def compiling(wanted: bool | None) -> AbstractContextManager[None]:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Run layers uncompiled in this thread: hooks act inside them."""
+    """Run layers uncompiled in this thread, for hooks that act inside them."""
     return _set("uncompiled", True)
 
 
@@ -109,41 +114,42 @@ _forwards = ForwardOverrides()
 
 
 class CompiledLayers:
-    """The compiled layers of one model, cached as long as it lives.
+    """The compiled layers of one model, cached as long as the model lives.
 
     Attributes:
-        enabled: whether `hf_spec.compile` was called for the model.
-        layers: its decoder layers, known from the first step that ran.
-        programs: by the kind of layer and call; an error where there can be none.
+        enabled: True after `hf_spec.compile(model)`.
+        layers: the decoder layers, found in the first step.
+        functions: by kind of layer and call; an error where compiling failed.
         refused: why layers run uncompiled, by name.
-        seconds: time spent on compiling and trying programs.
-        code: key of the code that the layers run, see `LayerState.seal`.
+        seconds: time spent on compiling and on comparing results.
     """
 
     def __init__(self) -> None:
         self.enabled = False
         self.layers: list[CompiledLayer] = []
-        self.programs: dict[object, LayerProgram | Exception] = {}
+        self.functions: dict[object, LayerFunction | Exception] = {}
         self.refused: dict[str, str] = {}
         self.seconds = 0.0
-        self.code: Hashable = None
         self._state: LayerState | None = None
         self._sessions = 0
         self._packed = 0
+        # Long keys and the numbers that stand for them; hashing a long key takes microseconds.
+        self._numbers: dict[Hashable, int] = {}
+        self._counter = itertools.count()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> CompiledLayers:
-        """Return those of a model."""
+        """Return the compiled layers of a model."""
         return cached_per_model(model, "compiled layers", cls)
 
     @property
     def wanted(self) -> bool:
-        """True if this thread runs the layers compiled, as far as they can be."""
-        return self.enabled if _here.compile is None else _here.compile
+        """True if this thread runs the layers compiled where possible."""
+        return self.enabled if _thread.compile is None else _thread.compile
 
     @contextmanager
     def active(self, model: nn.Module) -> Iterator[LayerSession]:
-        """Let layers run compiled inside the block, as soon as they are known and if wanted."""
+        """Run layers compiled inside the block, if wanted, as soon as they are found."""
         with ExitStack() as stack:
             session = LayerSession(self, model, stack)
             session.install()
@@ -155,7 +161,7 @@ class CompiledLayers:
             self._sessions += 1
 
     def leave(self) -> None:
-        """Count one session less; the last one frees what refers to weights."""
+        """Count one session less; the last one frees everything that refers to weights."""
         with _lock:
             self._sessions -= 1
             if not self._sessions:
@@ -164,53 +170,67 @@ class CompiledLayers:
                     layer.end()
 
     def refresh(self) -> None:
-        """Take the layers as they are now, unless they are as they were."""
+        """Read the state of all layers again if it has changed."""
         with _lock:
             packed = packed_changes()
             if packed != self._packed or self._state is None or not self._state.holds():
-                self._packed, state, reason = packed, LayerState(), None
+                self._packed, state = packed, LayerState()
                 for layer in self.layers:
                     layer.begin(state)
                 try:
-                    self.code = state.seal()
+                    code = self.number(state.seal())
                 except UnwatchableError as error:
-                    reason = str(error)
-                for layer in self.layers if reason is not None else ():
-                    layer.end(reason)
+                    for layer in self.layers:
+                        layer.end(str(error))
+                else:
+                    for layer in self.layers:
+                        layer.seal(code)
                 self._state = state
 
-    def learn(self, model: nn.Module, attending: Mapping[int, nn.Module]) -> None:
-        """Find the decoder layers of the attention modules that ran in a step."""
-        ran = set(attending.values())
+    def number(self, key: Hashable) -> int:
+        """Return a number that is equal for equal keys."""
+        number = self._numbers.get(key)
+        return self._numbers.setdefault(key, next(self._counter)) if number is None else number
+
+    def key_of(self, call: LayerCall) -> int:
+        """Return the number of a call's shape key, computed once per step."""
+        if call.key_owner is not self:
+            call.key, call.key_owner = self.number(call.shape_key), self
+        return call.key
+
+    def find_layers(self, model: nn.Module, attending: Mapping[int, nn.Module]) -> None:
+        """Find the decoder layers, given the attention modules that ran in a step."""
+        attentions = set(attending.values())
         for name, stack in model.named_modules():
             for index, layer in enumerate(stack if isinstance(stack, nn.ModuleList) else ()):
-                mine = [module for module in layer.modules() if module in ran]
-                if len(mine) == 1 and mine[0] is not layer:
-                    self.layers.append(CompiledLayer(self, f"{name}.{index}", layer, mine[0]))
+                inside = [module for module in layer.modules() if module in attentions]
+                if len(inside) == 1 and inside[0] is not layer:
+                    self.layers.append(CompiledLayer(self, f"{name}.{index}", layer, inside[0]))
 
-    def program(
+    def function(
         self, layer: nn.Module, kind: Hashable, weights: Mapping[str, Tensor], call: LayerCall
-    ) -> LayerProgram:
-        """Return the program of a kind of layers and calls; compile it on a miss.
+    ) -> LayerFunction:
+        """Return the function for a kind of layers and calls; compile it on a miss.
 
         Raises:
-            Exception: one of `REASONS`, every time, where there can be none.
+            Exception: one of `REASONS` if compiling failed, now or earlier.
         """
-        key = kind, self.code, call.kind()
+        key = kind, call.program_key
         with _lock:
-            if key not in self.programs:
-                if len(self.programs) >= MAX_PROGRAMS:
+            if key not in self.functions:
+                if len(self.functions) >= MAX_PROGRAMS:
                     raise RuntimeError(
-                        f"{MAX_PROGRAMS} programs were compiled already; its state changes often"
+                        f"{MAX_PROGRAMS} kinds of layers were compiled already; its state changes "
+                        "often"
                     )
                 try:
-                    self.programs[key] = compile_layer(layer, weights, call)
+                    self.functions[key] = compile_layer(layer, weights, call)
                 except REASONS as error:
-                    self.programs[key] = error
-            found = self.programs[key]
-        if isinstance(found, Exception):
-            raise found
-        return found
+                    self.functions[key] = error
+            function = self.functions[key]
+        if isinstance(function, Exception):
+            raise function
+        return function
 
     def forget_refusals(self) -> None:
         """Let every layer that runs uncompiled be tried again."""
@@ -227,13 +247,13 @@ class CompiledLayers:
 
 
 class LayerSession:
-    """One generation of a model: gives its layers compiled forwards, and checks them every step."""
+    """One generation of a model: installs compiled forwards and checks them before every step."""
 
     def __init__(self, owner: CompiledLayers, model: nn.Module, stack: ExitStack):
         self._owner = owner
         self._model = model
         self._stack = stack
-        # Layers that another model shares may have the compiled forwards of that one.
+        # Layers shared with another model may have compiled forwards of that model.
         self._owners: list[CompiledLayers] = []
 
     def install(self) -> None:
@@ -241,50 +261,54 @@ class LayerSession:
         owner = self._owner
         if self._owners or not owner.layers or not owner.wanted:
             return
-        known = {compiled.layer: compiled for compiled in owner.layers}
+        by_module = {compiled.layer: compiled for compiled in owner.layers}
 
-        def make(fresh: list[nn.Module]) -> dict[nn.Module, CompiledLayer]:
-            return {layer: known[layer] for layer in fresh if "forward" not in vars(layer)}
+        def make(layers: list[nn.Module]) -> dict[nn.Module, CompiledLayer]:
+            return {layer: by_module[layer] for layer in layers if "forward" not in vars(layer)}
 
-        self._stack.enter_context(_forwards.lent(known, make))
-        installed = (vars(layer).get("forward") for layer in known)
-        owners = [one.owner for one in installed if isinstance(one, CompiledLayer)]
+        self._stack.enter_context(_forwards.install(by_module, make))
+        forwards = (vars(layer).get("forward") for layer in by_module)
+        owners = [forward.owner for forward in forwards if isinstance(forward, CompiledLayer)]
         self._owners = [*dict.fromkeys([owner, *owners])]
-        for one in self._owners:
-            one.join()
-            self._stack.callback(one.leave)
+        for other in self._owners:
+            other.join()
+            self._stack.callback(other.leave)
 
     def begin_step(self) -> None:
-        """Check that compiled layers are what they were compiled from, before a forward pass."""
-        _here.compiled = self._owner.wanted
+        """Compile layers again where their state has changed; call before every forward pass."""
+        _thread.compiled = self._owner.wanted
         for owner in self._owners:
             owner.refresh()
 
     def end_step(self, attending: Mapping[int, nn.Module]) -> None:
-        """Learn from a step which attention modules take part in it."""
+        """Find the layers in the first step, given the attention modules that ran in it."""
         owner = self._owner
         if self._owners or not owner.wanted:
             return
         if not owner.layers:
-            owner.learn(self._model, attending)
+            owner.find_layers(self._model, attending)
         self.install()
 
 
 @dataclass
 class _Binding:
-    """A layer as one session found it.
+    """A layer with the weights that it has in one state.
 
     Attributes:
-        kind: key of what it computes, see `LayerState`.
-        weights: its parameters and buffers by name.
-        programs: by the kind of call.
-        bound: the same by the shape of calls; None for those that run uncompiled.
+        layer_kind: number of its modules, their attributes and shapes, see `LayerState.add`.
+        weights: parameters and buffers by name.
+        by_function: bound functions.
+        by_call: the same by `CompiledLayers.key_of`; None for calls that run uncompiled.
+        kind: number of all that it computes, code included.
+        table: functions by `CompiledLayers.key_of`, see `CompiledLayer`.
     """
 
-    kind: Hashable
+    layer_kind: int
     weights: dict[str, Tensor]
-    programs: dict[object, BoundProgram] = field(default_factory=dict)
-    bound: dict[object, BoundProgram | None] = field(default_factory=dict)
+    by_function: dict[LayerFunction, BoundLayer] = field(default_factory=dict)
+    by_call: dict[int, BoundLayer | None] = field(default_factory=dict)
+    kind: int = -1
+    table: dict[int, LayerFunction | None] = field(default_factory=dict)
 
 
 class CompiledLayer:
@@ -297,9 +321,15 @@ class CompiledLayer:
         self._attention = attention
         # None where the layer runs uncompiled. Replaced as a whole: other threads read it.
         self._binding: _Binding | None = None
-        # True if the program of a kind of layer and call equals the layer. A single token is a
-        # kind of its own.
-        self._tried: dict[Hashable, bool] = {}
+        # The next one, between `begin` and `seal`.
+        self._unsealed: _Binding | None = None
+        # By kind of layer and call: the function that gave the layer's result; None where there is
+        # none. Single tokens are tried separately.
+        self._tried: dict[Hashable, LayerFunction | None] = {}
+        # The same by `CompiledLayers.key_of`, for the kind that the layer had last. It refers to no
+        # weights and outlives a session.
+        self._table: dict[int, LayerFunction | None] = {}
+        self._table_kind = -1
 
     @property
     def is_compiled(self) -> bool:
@@ -307,91 +337,121 @@ class CompiledLayer:
         return bool(self._tried) and all(self._tried.values())
 
     def forget_refusals(self) -> None:
-        """Let calls be tried again that run uncompiled."""
-        for kind in [kind for kind, same in self._tried.items() if not same]:
-            del self._tried[kind]
+        """Let calls that run uncompiled be tried again."""
+        for key in [key for key, function in self._tried.items() if function is None]:
+            del self._tried[key]
+        self._table.clear()
         if self._binding is not None:
-            self._binding.bound.clear()
+            self._binding.by_call.clear()
 
     def begin(self, state: LayerState) -> None:
-        """Take the layer as it is now, and add it to the state that is watched."""
+        """Take the current weights, and add the layer to the state that is checked."""
         binding, reason = None, _obstacle(self.layer)
         if reason is None:
             try:
-                binding = _Binding(state.add(self.layer), tensors_of(self.layer))
+                kind = self.owner.number(state.add(self.layer))
+                binding = _Binding(kind, tensors_of(self.layer))
             except UnwatchableError as error:
                 reason = str(error)
-        self._binding = binding
+        self._unsealed = binding
         if reason is not None:
-            self.owner.refuse(self._name, reason)
+            self.end(reason)
+
+    def seal(self, code: int) -> None:
+        """Run compiled, given the number of the code that all layers run.
+
+        The table of the last session stays in use if the layer computes the same.
+        """
+        if (binding := self._unsealed) is not None:
+            binding.kind = self.owner.number((binding.layer_kind, code))
+            if binding.kind != self._table_kind:
+                self._table, self._table_kind = {}, binding.kind
+            binding.table = self._table
+        self._binding, self._unsealed = binding, None
 
     def end(self, reason: str | None = None) -> None:
         """Run uncompiled, and drop references to weights, until `begin`."""
-        self._binding = None
+        self._binding = self._unsealed = None
         if reason is not None:
             self.owner.refuse(self._name, reason)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, compiled where it can be."""
-        binding, step = self._binding, kwargs.get("spec_step")
+    def __call__(self, *args: Any, spec_step: Any = None, **kwargs: Any) -> Any:
+        """Run the layer, compiled if possible."""
+        binding = self._binding
         # Accelerate's mixed precision begins inside the model's forward.
-        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _here.uncompiled
-        if other or binding is None or type(step) is not PackedStep or not _here.compiled:
-            return self._plain(*args, **kwargs)
-        call = LayerCall(args, kwargs)
-        looks, bound = call.looks, binding.bound
-        if looks not in bound:
+        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _thread.uncompiled
+        if other or binding is None or type(spec_step) is not PackedStep or not _thread.compiled:
+            return self._run_uncompiled(args, kwargs, spec_step)
+        call = _step_call(spec_step, args, kwargs)
+        key = self.owner.key_of(call)
+        if key not in binding.by_call:
             if call.num_tokens > MAX_TOKENS:
-                return self._plain(*args, **kwargs)
-            kind = binding.kind, self.owner.code, call.kind(), call.num_tokens == 1
-            if kind not in self._tried:
-                return self._try(kind, call, binding)
-            bound[looks] = self._bind(call, binding) if self._tried[kind] else None
-        program = bound[looks]
-        result = None if program is None else program(call, step)
-        return self._plain(*args, **kwargs) if result is None else result
+                return self._run_uncompiled(args, kwargs, spec_step)
+            if key not in binding.table:
+                tried = binding.kind, call.program_key, call.num_tokens == 1
+                if tried not in self._tried:
+                    return self._try(tried, call, binding, (args, kwargs, spec_step))
+                binding.table[key] = self._tried[tried]
+            function = binding.table[key]
+            binding.by_call[key] = None if function is None else self._bind(function, binding)
+        bound = binding.by_call[key]
+        result = None if bound is None else bound(call, spec_step)
+        return self._run_uncompiled(args, kwargs, spec_step) if result is None else result
 
-    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_uncompiled(self, args: Any, kwargs: Any, step: PackedStep | None) -> Any:
         """Run the forward of the layer's class, which may have been patched."""
-        return type(self.layer).forward(self.layer, *args, **kwargs)
+        forward = type(self.layer).forward
+        if step is None:
+            return forward(self.layer, *args, **kwargs)
+        return forward(self.layer, *args, spec_step=step, **kwargs)
 
-    def _try(self, kind: Hashable, call: LayerCall, binding: _Binding) -> Any:
-        """Run a call of a new kind both ways; return the program's result if both are equal."""
-        expected = self._plain(*call.args, **call.kwargs)
-        start, reason, found = time.perf_counter(), None, None
+    def _try(self, tried: Hashable, call: LayerCall, binding: _Binding, arguments: Any) -> Any:
+        """Run the first call of a kind both ways; return the compiled result if both are equal."""
+        expected = self._run_uncompiled(*arguments)
+        start, reason = time.perf_counter(), None
+        function, result = None, None
         try:
-            step = replace(call.kwargs["spec_step"], written={})
-            found = self._bind(call, binding)(call, step)
-        # What a layer raises that is traced, and a machine without a compiler, or without a folder
-        # for what is compiled.
+            function = self.owner.function(self.layer, binding.kind, binding.weights, call)
+            result = self._bind(function, binding)(call, replace(arguments[2], written={}))
+        # Errors of a layer while it is traced, a missing compiler, or a missing cache folder.
         except REASONS as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         else:
-            if found is None and call.num_tokens > STEP_TOKENS:
-                # A prompt may be too long for a program that serves steps.
+            if result is None and call.num_tokens > STEP_TOKENS:
+                # A prompt may be too long for the kernels that run steps.
                 return expected
-            if found is None:
-                reason = "its products or its attention are not those of our kernels"
-            elif not _agree(found, expected):
-                reason = "its program computes something else"
+            if result is None:
+                reason = "other kernels run its linear layers or its attention"
+            elif not _agree(result, expected):
+                reason = "its compiled layer computes something else"
         if reason is not None:
             self.owner.refuse(self._name, reason)
-        self._tried[kind] = reason is None
+        self._tried[tried] = None if reason else function
         self.owner.seconds += time.perf_counter() - start
-        return expected if reason else found
+        return expected if reason else result
 
-    def _bind(self, call: LayerCall, binding: _Binding) -> BoundProgram:
-        """Return the program of such calls with the weights of this layer."""
-        kind, programs = call.kind(), binding.programs
-        if kind not in programs:
-            program = self.owner.program(self.layer, binding.kind, binding.weights, call)
+    def _bind(self, function: LayerFunction, binding: _Binding) -> BoundLayer:
+        """Return a function with the weights of this layer."""
+        if function not in binding.by_function:
             linears = linears_of(self.layer)
-            programs[kind] = BoundProgram(program, binding.weights, linears, self._attention)
-        return programs[kind]
+            bound = BoundLayer(function, binding.weights, linears, self._attention)
+            binding.by_function[function] = bound
+        return binding.by_function[function]
+
+
+def _step_call(step: PackedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+    """Return the arguments of a layer, cached in the step with their keys."""
+    for call in step.layer_calls:
+        if call.repeat(args, kwargs):
+            return call
+    call = LayerCall(args, {**kwargs, STEP: None})
+    if len(step.layer_calls) < MAX_STEP_CALLS:
+        step.layer_calls.append(call)
+    return call
 
 
 def _obstacle(layer: nn.Module) -> str | None:
-    """Why a layer cannot be compiled, or None; trying may still show a reason."""
+    """Return why a layer cannot be compiled, or None; the first call may still find a reason."""
     if layer.training:
         return "it is in training mode"
     if (reason := _weights_obstacle(tensors_of(layer).values())) is not None:
@@ -402,9 +462,9 @@ def _obstacle(layer: nn.Module) -> str | None:
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         # Hooks of the layer itself are called around it.
         harmless = module is layer or all(map(_is_harmless, hooks))
-        # The forwards of packed linear layers are called by an operation of the program.
-        own = vars(module).get("forward")
-        replaced = own is not None and not isinstance(own, CompiledLayer)
+        # A compiled layer reads packed weights itself.
+        forward = vars(module).get("forward")
+        replaced = forward is not None and not isinstance(forward, CompiledLayer)
         replaced = replaced and not has_fast_forward(module)
         if replaced or not harmless or hasattr(module, "_hf_hook"):
             return "it has hooks or a forward of its own"
@@ -423,10 +483,12 @@ def _weights_obstacle(tensors: Collection[Tensor]) -> str | None:
     if {tensor.device.type for tensor in tensors} != {"cpu"}:
         return "it is not on a CPU"
     if {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}:
-        return "its weights are of a class of their own"
-    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    if odd := sorted(_name(kind) for kind in kinds - TOLERANCE.keys()):
-        return f"it has weights in {odd[0]}; {', '.join(map(_name, TOLERANCE))} are compiled"
+        return "its weights are of a tensor subclass"
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    if unsupported := sorted(_name(dtype) for dtype in dtypes - TOLERANCE.keys()):
+        return (
+            f"it has weights in {unsupported[0]}; {', '.join(map(_name, TOLERANCE))} are compiled"
+        )
     return None
 
 
@@ -434,11 +496,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _agree(found: Any, expected: Any) -> bool:
-    """Whether results are equal up to rounding; nothing but zeros would prove nothing."""
-    for one, other in zip(as_tuple(found), as_tuple(expected), strict=True):
+def _agree(result: Any, expected: Any) -> bool:
+    """Return True if results are equal up to rounding and not all zero."""
+    for part, other in zip(as_tuple(result), as_tuple(expected), strict=True):
         if isinstance(other, Tensor):
             limit = TOLERANCE.get(other.dtype, 0.0) * other.norm()
-            if one.shape != other.shape or not (one - other).norm() < limit:
+            if part.shape != other.shape or not (part - other).norm() < limit:
                 return False
     return True

@@ -36,7 +36,7 @@ from hf_spec.backend.device.transfer import send
 from hf_spec.backend.device.waits import NoWaits, WaitError
 from hf_spec.engine.fast.graph_shapes import Bucket, Compute, Inputs, Shape
 from hf_spec.engine.forward.kv_pool import MAX_RESERVED, KVPool
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.models.recurrent_layers import mixers_of
 
 logger = logging.getLogger(__name__)

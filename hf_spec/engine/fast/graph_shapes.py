@@ -23,7 +23,7 @@ from hf_spec.engine.forward.kernel_layout import (
     with_tensors,
 )
 from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.step import PackedStep
 
 # Inputs on the device, (T, ...) each, and the step they belong to -> outputs, (T, ...) each.
 Compute = Callable[[list[Tensor], PackedStep], list[Tensor]]

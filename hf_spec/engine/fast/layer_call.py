@@ -1,10 +1,10 @@
-"""The program of a decoder layer with the weights of one layer, ready to be called."""
+"""A compiled layer bound to the weights of one decoder layer, ready to be called."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hf_spec_kernels.decoder_layer import Attention, Weight, weight_of
@@ -12,79 +12,98 @@ from torch import Tensor, nn
 
 from hf_spec.backend.cpu.layer_source import AttentionPlan
 from hf_spec.backend.cpu.layer_values import TOKENS
-from hf_spec.engine.fast.layer_tracing import LayerCall, LayerProgram
-from hf_spec.engine.fast.packed_linear import drafts_rounded, served_weight
-from hf_spec.engine.forward.tree_attention import LayerTraits, PackedStep
+from hf_spec.engine.fast.layer_tracing import LayerCall, LayerFunction, addresses_of
+from hf_spec.engine.fast.packed_linear import kernel_weight, reads_rounded_weights
+from hf_spec.engine.forward.step import LayerTraits, PackedStep
 
 
-class BoundProgram:
-    """Runs a program as one layer of a model; threads may share it.
+class _Table(NamedTuple):
+    """What calls with one number of tokens have in common.
+
+    Attributes:
+        address: of the array of `Weight`.
+        outputs: shapes and dtypes of the results.
+        alive: the array, and the weights that it points to.
+    """
+
+    address: int
+    outputs: list[tuple[torch.Size, torch.dtype]]
+    alive: object
+
+
+class _Buffers(NamedTuple):
+    """The attention of a layer on the KV buffers of one pool."""
+
+    keys: Tensor
+    address: int
+    attention: Attention
+
+
+class BoundLayer:
+    """Runs a compiled layer with the weights of one decoder layer; threads may share it.
 
     Args:
-        program: of the layer's kind.
-        weights: the layer's parameters and buffers, as the program was traced with.
+        function: compiled for layers of this kind.
+        weights: the layer's parameters and buffers, in the order in which it was traced.
         linears: the layer's linear layers.
-        attention: the layer's attention, which steps know it by.
+        attention: the layer's attention, which registers with every step.
     """
 
     def __init__(
         self,
-        program: LayerProgram,
+        function: LayerFunction,
         weights: Mapping[str, Tensor],
         linears: Mapping[str, nn.Linear],
         attention: nn.Module,
     ):
-        self._program = program
+        self._function = function
         self._attention = attention
         tensors = list(weights.values())
-        self._weights = [tensor.data_ptr() for tensor in tensors]
+        self._constants = addresses_of(tensors)
         modules = {id(linear.weight): linear for linear in linears.values()}
-        used = [tensors[plan.weight] for plan in program.source.products]
-        self._products = [modules.get(id(weight), weight) for weight in used]
-        # By the number of tokens, and whether weights may be rounded: what multiplies, and what is
-        # multiplied with, which must not go; None where the program cannot run.
-        self._tables: dict[tuple[int, bool], tuple[Any, list[Any]] | None] = {}
-        self._stored: tuple[Tensor, Attention] | None = None
+        used = [tensors[plan.weight] for plan in function.source.products]
+        self._linears = [modules.get(id(weight), weight) for weight in used]
+        # By (number of tokens, whether weights may be rounded); None where other kernels are used.
+        self._tables: dict[tuple[int, bool], _Table | None] = {}
+        self._buffers: _Buffers | None = None
 
     def __call__(self, call: LayerCall, step: PackedStep) -> Any:
-        """What the layer returns; None where others compute its products or its attention."""
-        tensors, tokens, source = call.tensors, call.num_tokens, self._program.source
-        key = tokens, drafts_rounded()
+        """Return the layer's result; None where other kernels run its GEMMs or its attention."""
+        key, function = (call.num_tokens, reads_rounded_weights()), self._function
         if key not in self._tables:
-            self._tables[key] = self._table(tokens)
-        table, told = self._tables[key], None
+            self._tables[key] = self._make_table(call.num_tokens)
+        table, buffers, plan = self._tables[key], None, function.source.attention
         if table is None:
             return None
-        if source.attention is not None and (told := self._told(source.attention, step)) is None:
+        if plan is not None and (buffers := self._register(plan, step)) is None:
             return None
-        found = [
-            tensors[0].new_empty(
-                [tokens if size == TOKENS else size for size in shape], dtype=dtype
-            )
-            for shape, dtype in source.outputs
-        ]
-        self._program.run(
-            _addresses([*self._weights, *(tensor.data_ptr() for tensor in tensors)]),
-            _addresses([tensor.data_ptr() for tensor in found]),
-            table[0],
-            None if told is None else ctypes.byref(told),
-            tokens,
-            torch.get_num_threads(),
-        )
-        return self._program.result(found)
+        states = call.tensors[0]
+        results = [states.new_empty(shape, dtype=dtype) for shape, dtype in table.outputs]
+        if buffers is None:
+            function.run(self._constants, table.address, None, call.arguments(None, results))
+        else:
+            arguments = call.arguments(step, results)
+            function.run(self._constants, table.address, buffers.address, arguments)
+        return function.result(results)
 
-    def _table(self, tokens: int) -> tuple[Any, list[Any]] | None:
-        """Return what the linear layers read, or None where not all are our kernel's."""
-        served: list[Any] = []
-        for product, plan in zip(self._products, self._program.source.products, strict=True):
-            weight = served_weight(product, tokens * plan.rows)
+    def _make_table(self, tokens: int) -> _Table | None:
+        """Return the weights of the linear layers; None where our kernel does not run them all."""
+        source = self._function.source
+        weights = []
+        for linear, plan in zip(self._linears, source.products, strict=True):
+            weight = kernel_weight(linear, tokens * plan.rows)
             if weight is None:
                 return None
-            served.append(weight)
-        return (Weight * len(served))(*map(weight_of, served)), served
+            weights.append(weight)
+        outputs = [
+            (torch.Size(tokens if size == TOKENS else size for size in shape), dtype)
+            for shape, dtype in source.outputs
+        ]
+        array = (Weight * len(weights))(*map(weight_of, weights))
+        return _Table(ctypes.addressof(array), outputs, (array, weights))
 
-    def _told(self, plan: AttentionPlan, step: PackedStep) -> Attention | None:
-        """What attention is told in a step; None where the kernel cannot serve it."""
+    def _register(self, plan: AttentionPlan, step: PackedStep) -> _Buffers | None:
+        """Register with a step; return its KV buffers, or None where the kernel does not run."""
         module: Any = self._attention
         index = module.layer_idx
         if index in step.written:
@@ -94,35 +113,32 @@ class BoundProgram:
             if traits.storage != index:
                 return None
             # The first tokens of a generation.
-            pool.layer(index, *(_like(shape, plan.dtype) for shape in (plan.keys, plan.values)))
+            pool.layer(
+                index, *(_no_tokens(heads, plan.dtype) for heads in (plan.keys, plan.values))
+            )
         keys = pool.keys[traits.storage]
-        if keys.dtype != plan.dtype or (addresses := step.addresses) is None:
+        if keys.dtype != plan.dtype or step.addresses is None:
             return None
         step.written[index] = module
-        if (stored := self._stored) is None or stored[0] is not keys:
-            values = pool.values[traits.storage]
-            stored = self._stored = keys, _attention(plan, traits, keys, values)
-        # Other threads may run the layer on a pool of their own.
-        told = Attention.from_buffer_copy(stored[1])
-        told.layout, places = addresses
-        told.places = places if traits.storage == index else None
-        return told
+        buffers = self._buffers
+        if buffers is None or buffers.keys is not keys:
+            # Replaced as a whole: other threads may run the layer on a pool of their own.
+            attention = _attention(plan, traits, keys, pool.values[traits.storage])
+            if traits.storage != index:
+                attention.write = None
+            buffers = self._buffers = _Buffers(keys, ctypes.addressof(attention), attention)
+        return buffers
 
 
 def _attention(plan: AttentionPlan, traits: LayerTraits, keys: Tensor, values: Tensor) -> Attention:
-    """All of a layer's attention that steps have in common."""
-    told = Attention.of(plan.dtype)
-    told.keys.point_to(keys)
-    told.values.point_to(values)
-    told.window, told.chunk = traits.window_of(plan.window) or 0, traits.chunk or 0
-    return told
+    attention = Attention.of(plan.dtype)
+    attention.keys.point_to(keys)
+    attention.values.point_to(values)
+    attention.window, attention.chunk = traits.window_of(plan.window) or 0, traits.chunk or 0
+    return attention
 
 
-def _like(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """(1, H, 0, D): keys or values of no token."""
-    heads, width = shape
-    return torch.empty(1, heads, 0, width, dtype=dtype)
-
-
-def _addresses(addresses: list[int]) -> Any:
-    return (ctypes.c_void_p * len(addresses))(*addresses)
+def _no_tokens(heads: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return (1, H, 0, D) keys or values, which fix the shape of a pool's buffer."""
+    count, width = heads
+    return torch.empty(1, count, 0, width, dtype=dtype)

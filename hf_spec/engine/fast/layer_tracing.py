@@ -1,24 +1,25 @@
-"""A decoder layer as a program: traced on tensors without contents, written in C++, built.
+"""Compiling a decoder layer: trace it on tensors without data, generate C++, build it.
 
-Products and attention are operations of their own in what is traced, which the program computes as
-they are computed outside: from packed weights, and by our kernels on the rows' storage. Weights are
-inputs, so that layers of one kind share a program. What traces are private tools of PyTorch, as
-they are wherever code is traced that is not compiled as a whole; whatever they raise is a reason to
-run a layer as it is.
+Linear layers and attention are traced as custom operations. The compiled layer calls the same
+kernels for them as an uncompiled one: packed weights, and attention on the KV pool. Weights are
+inputs, so layers of one kind share one C++ function. Tracing uses private tools of PyTorch; a layer
+on which they fail runs uncompiled.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from operator import is_
 from typing import Any
 
 import torch
-from hf_spec_kernels.decoder_layer import build_layer
+from hf_spec_kernels.decoder_layer import Call, build_layer
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -26,24 +27,26 @@ from torch.overrides import TorchFunctionMode
 
 from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
 from hf_spec.backend.cpu.layer_values import SourceError
-from hf_spec.engine.forward.tree_attention import PackedStep, TracedStep
+from hf_spec.engine.forward.step import PackedStep, TracedStep
 
+# Name under which layers pass the step on.
+STEP = "spec_step"
 PLAIN = (bool, int, float, str, type(None))
-# Of a step, and of a prompt that runs at once; more run as they come.
+# Longer inputs run uncompiled.
 MAX_TOKENS = 2048
-# Tokens that a layer is traced with, of which the program takes any number.
+# Number of tokens in traced inputs; the compiled layer takes any number.
 TRACED_TOKENS = 3
 
 
-@dataclass(frozen=True)
-class LayerProgram:
-    """The program of layers and calls of one kind.
+@dataclass(frozen=True, eq=False)
+class LayerFunction:
+    """C++ function of decoder layers and calls of one kind.
 
     Attributes:
         run: the function, see `build_layer`.
-        source: what it is called with.
-        results: what the layer returns: which parts are tensors, None in place of others.
-        is_tuple: whether it returns a tuple of them.
+        source: its C++ source and the order of its arguments.
+        results: per part of the layer's result, True for a tensor and False for None.
+        is_tuple: whether the layer returns a tuple.
     """
 
     run: Callable[..., None]
@@ -52,61 +55,107 @@ class LayerProgram:
     is_tuple: bool
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
-        """What the layer returns, of the tensors in it."""
-        found = iter(tensors)
-        parts = tuple(next(found) if is_tensor else None for is_tensor in self.results)
+        """Return what the layer returns, given the tensors in it."""
+        if len(self.results) == len(tensors):
+            return tuple(tensors) if self.is_tuple else tensors[0]
+        remaining = iter(tensors)
+        parts = tuple(next(remaining) if is_tensor else None for is_tensor in self.results)
         return parts if self.is_tuple else parts[0]
 
 
 class LayerCall:
-    """What a layer is called with: values, tensors, pairs of them, and a `spec_step`.
+    """Arguments of a decoder layer: plain values, tensors, tuples of them, and a `spec_step`.
+
+    The layers of a model usually get the same arguments in a step, except for the hidden states.
+    One call then serves all of them, and its keys are computed once per step; see `repeat`.
 
     Attributes:
-        tensors: its tensors, contiguous as programs expect them.
-        num_tokens: T of the hidden states (1, T, width), which come first.
+        tensors: all tensors, contiguous as compiled layers expect them.
+        num_tokens: T of the hidden states (1, T, width), the first tensor.
+        key: set by `CompiledLayers.key_of`, for the model in `key_owner`.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.args = args
-        self.kwargs = kwargs
+        # The step refers to its calls, so they must not refer to the step.
+        self.kwargs = {name: None if name == STEP else value for name, value in kwargs.items()}
+        self.key = -1
+        self.key_owner: object = None
+        self._names = tuple(name for name in kwargs if name != STEP)
+        self._rest = (*args[1:], *(kwargs[name] for name in self._names))
         self._leaves: list[Any] = []
-        for value in (*args, *kwargs.values()):
+        for value in (*args, *self._rest[len(args[1:]) :]):
             if type(value) is tuple:
                 self._leaves += value
-            elif type(value) is not PackedStep:
+            else:
                 self._leaves.append(value)
         self.tensors = [leaf.contiguous() for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.num_tokens: int = self.tensors[0].shape[-2]
+        self._arguments: _Arguments | None = None
 
-    @property
-    def looks(self) -> tuple[object, ...]:
-        """Equal for calls that differ in the contents of their tensors alone."""
+    @cached_property
+    def is_repeatable(self) -> bool:
+        """True if hidden states come first and all other arguments can be compared by identity."""
+        first = self._leaves[0] if self.args else None
+        return type(first) is Tensor and not any(type(leaf) is list for leaf in self._leaves)
+
+    def repeat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Take the hidden states of another call, without `spec_step`, that has the same keys.
+
+        Returns:
+            False if anything else differs; nothing is changed then.
+        """
+        rest = (*args[1:], *kwargs.values())
+        if not self.is_repeatable or len(args) != len(self.args) or len(rest) != len(self._rest):
+            return False
+        states, like = args[0], self.tensors[0]
+        if states.shape != like.shape or states.dtype != like.dtype:
+            return False
+        if not all(map(is_, rest, self._rest)) or tuple(kwargs) != self._names:
+            return False
+        self.tensors[0] = states.contiguous()
+        return True
+
+    @cached_property
+    def shape_key(self) -> tuple[object, ...]:
+        """Key that is equal for calls that differ only in the contents of their tensors."""
         leaves = self._leaves
-        return (*self.kwargs, *(x.shape if isinstance(x, Tensor) else _value(x) for x in leaves))
+        return (*self._names, *(x.shape if isinstance(x, Tensor) else _value(x) for x in leaves))
 
-    @property
-    def placed(self) -> list[tuple[Tensor, int | None]]:
-        """Its tensors, and which axis of each counts tokens."""
-        return [(tensor, _place(tensor, self.num_tokens)) for tensor in self.tensors]
-
-    def kind(self) -> tuple[object, ...] | None:
-        """Equal for calls of one program; None if there is more than tensors and values in it."""
-        length, found = self.num_tokens, list[object](self.kwargs)
+    @cached_property
+    def program_key(self) -> tuple[object, ...] | None:
+        """Key that is equal for calls of one compiled layer; None with arguments of other types."""
+        parts = list[object](self._names)
         for leaf in self._leaves:
             if isinstance(leaf, Tensor):
-                place = _place(leaf, length)
-                shape = (None if axis == place else size for axis, size in enumerate(leaf.shape))
-                found.append((leaf.dtype, leaf.device, *shape))
+                tokens = _token_axis(leaf, self.num_tokens)
+                shape = (None if axis == tokens else size for axis, size in enumerate(leaf.shape))
+                parts.append((leaf.dtype, leaf.device, *shape))
             elif _is_plain(leaf):
-                found.append(_value(leaf))
+                parts.append(_value(leaf))
             else:
                 return None
-        return tuple(found)
+        return tuple(parts)
+
+    @property
+    def token_axes(self) -> list[int | None]:
+        """The axis of each tensor that counts tokens; None for tensors without one."""
+        return [_token_axis(tensor, self.num_tokens) for tensor in self.tensors]
+
+    def arguments(self, step: PackedStep | None, results: Sequence[Tensor]) -> int:
+        """Return the address of the C++ `Call` that writes to `results`; valid until the next."""
+        arguments = self._arguments
+        if arguments is None or len(arguments.outputs) != len(results):
+            arguments = self._arguments = _Arguments(self, step, len(results))
+        arguments.inputs[0] = self.tensors[0].data_ptr()
+        for index, result in enumerate(results):
+            arguments.outputs[index] = result.data_ptr()
+        return arguments.address
 
     def with_tensors(
         self, tensors: Iterator[Tensor], step: TracedStep
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with other tensors and another step in the same places."""
+        """Return the arguments with other tensors and another step."""
 
         def other(value: Any) -> Any:
             if type(value) is tuple:
@@ -115,14 +164,36 @@ class LayerCall:
 
         args = tuple(map(other, self.args))
         return args, {
-            name: step if name == "spec_step" else other(value)
-            for name, value in self.kwargs.items()
+            name: step if name == STEP else other(value) for name, value in self.kwargs.items()
         }
+
+
+class _Arguments:
+    """The C++ `Call` of a layer call, with the arrays that it points to."""
+
+    def __init__(self, call: LayerCall, step: PackedStep | None, num_outputs: int):
+        self.inputs = addresses_of(call.tensors)
+        self.outputs = (ctypes.c_void_p * num_outputs)()
+        layout, places = (None, None) if step is None else step.addresses or (None, None)
+        self._call = Call(
+            ctypes.addressof(self.inputs),
+            ctypes.addressof(self.outputs),
+            places,
+            layout,
+            call.num_tokens,
+            torch.get_num_threads(),
+        )
+        self.address = ctypes.addressof(self._call)
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """Return a C array of the addresses of tensors."""
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 @cache
 def _operations() -> torch.library.Library:
-    """Define the operations at first use; they are traced, never run."""
+    """Define `hf_spec::attend` and `hf_spec::multiply`; they are traced, never run."""
     library = torch.library.Library("hf_spec", "DEF")
     library.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, float? scaling, "
@@ -141,40 +212,42 @@ def _operations() -> torch.library.Library:
     return library
 
 
-class _OwnProducts(TorchFunctionMode):
-    """Traces products as the operation."""
+class _LinearOperations(TorchFunctionMode):
+    """Traces `F.linear` as `hf_spec::multiply`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return (_product if func is F.linear else func)(*args, **(kwargs or {}))
+        return (_multiply if func is F.linear else func)(*args, **(kwargs or {}))
 
 
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-    product: Tensor = torch.ops.hf_spec.multiply(input, weight, bias)
-    return product
+def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    result: Tensor = torch.ops.hf_spec.multiply(input, weight, bias)
+    return result
 
 
-def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall) -> LayerProgram:
-    """The program of calls of one kind, for any layer of this kind.
+def compile_layer(
+    layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall
+) -> LayerFunction:
+    """Compile calls of one kind for all layers of one kind.
 
     Raises:
-        SourceError: if there is no C++ for some of it.
-        BuildError: if it cannot be built.
-        Exception: whatever the tools of PyTorch raise where they cannot trace it.
+        SourceError: if there is no C++ for an operation.
+        BuildError: if the C++ cannot be built.
+        Exception: any error of PyTorch's tracing tools.
     """
-    if call.kind() is None:
-        raise SourceError("it is handed objects of its own")
+    if call.program_key is None:
+        raise SourceError("an argument is neither a tensor nor a plain value")
     graph, result = _traced(layer, weights, call)
-    source = layer_source(graph)
+    source = layer_source(graph, len(weights))
     results = tuple(isinstance(part, Tensor) for part in as_tuple(result))
-    return LayerProgram(build_layer(source.text), source, results, isinstance(result, tuple))
+    return LayerFunction(build_layer(source.text), source, results, isinstance(result, tuple))
 
 
 def _traced(
     layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall
 ) -> tuple[fx.Graph, Any]:
-    """The operations of a call, for weights and tensors of the call, and what it returns."""
+    """Return the operations of a call, with weights and tensors as inputs, and the result."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -186,15 +259,19 @@ def _traced(
     def run(*tensors: Tensor) -> list[Tensor]:
         step = TracedStep(torch.ops.hf_spec.attend)
         args, kwargs = call.with_tensors(iter(tensors[len(weights) :]), step)
-        with _OwnProducts():
+        with _LinearOperations():
             named = dict(zip(weights, tensors, strict=False))
             returned[:] = [functional_call(copied, named, args, kwargs)]
-        return [one for one in as_tuple(returned[0]) if isinstance(one, Tensor)]
+        return [part for part in as_tuple(returned[0]) if isinstance(part, Tensor)]
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    given = [*((weight, None) for weight in weights.values()), *call.placed]
-    inputs = [_without_contents(mode, number, *one) for number, one in enumerate(given)]
-    with mode, _without_complaints():
+    tensors = [*weights.values(), *call.tensors]
+    axes = [*[None] * len(weights), *call.token_axes]
+    inputs = [
+        _fake_input(mode, number, tensor, axis)
+        for number, (tensor, axis) in enumerate(zip(tensors, axes, strict=True))
+    ]
+    with mode, _muted_tracing_log():
         traced = make_fx(run)(*inputs)
     if any(node.op == "get_attr" for node in traced.graph.nodes):
         raise RuntimeError("it computes with tensors that are neither parameters nor buffers")
@@ -204,8 +281,8 @@ def _traced(
 
 
 @contextmanager
-def _without_complaints() -> Iterator[None]:
-    """What cannot be traced is no error of anybody's, and PyTorch need not say it."""
+def _muted_tracing_log() -> Iterator[None]:
+    """Silence PyTorch's log: a layer that cannot be traced runs uncompiled, which is no error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -215,9 +292,9 @@ def _without_complaints() -> Iterator[None]:
 
 
 def _check_lengths(shapes: Any) -> None:
-    """Refuse a program that holds for some numbers of tokens only: nothing tells it the others.
+    """Raise an error if the traced code holds for some numbers of tokens only.
 
-    `shapes` has what was found out of each input's number, as in `if states.shape[1] < 8`.
+    `shapes.guards` are the branches taken on the number of tokens, as in `if states.shape[1] < 8`.
     """
     from sympy import lambdify
 
@@ -225,48 +302,51 @@ def _check_lengths(shapes: Any) -> None:
         numbers = list(guard.expr.free_symbols)
         holds = lambdify(numbers, guard.expr, "math")
         if not all(holds(*[length] * len(numbers)) for length in range(2, MAX_TOKENS + 1)):
-            raise RuntimeError(f"it goes by the number of tokens ({guard.expr})")
+            raise RuntimeError(f"it branches on the number of tokens ({guard.expr})")
 
 
-def _without_contents(mode: Any, number: int, tensor: Tensor, place: int | None) -> Tensor:
-    """A tensor that is a shape only, with any number of tokens along the axis `place`."""
+def _fake_input(mode: Any, number: int, tensor: Tensor, tokens: int | None) -> Tensor:
+    """Return a tensor without data, with a symbolic number of tokens along the axis `tokens`."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-    if place is not None:
-        # Sizes of 1 would be taken for what they are.
-        tensor = tensor.narrow(place, 0, 1).repeat_interleave(TRACED_TOKENS, place)
-    sizes = [DimDynamic.DYNAMIC if a == place else DimDynamic.STATIC for a in range(tensor.ndim)]
+    if tokens is not None:
+        # PyTorch specializes on sizes of 1.
+        tensor = tensor.narrow(tokens, 0, 1).repeat_interleave(TRACED_TOKENS, tokens)
+    sizes = [DimDynamic.DYNAMIC if a == tokens else DimDynamic.STATIC for a in range(tensor.ndim)]
     fake: Tensor = mode.from_tensor(
         tensor,
-        static_shapes=place is None,
+        static_shapes=tokens is None,
         source=ConstantSource(f"input{number}"),
-        symbolic_context=None if place is None else StatelessSymbolicContext(sizes),
+        symbolic_context=None if tokens is None else StatelessSymbolicContext(sizes),
     )
     return fake
 
 
 def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
-    """Those of its modules that are linear layers and nothing else, by name."""
-    return {name: one for name, one in layer.named_modules() if type(one) is nn.Linear}
+    """Return the modules of class `nn.Linear`, subclasses excluded, by name."""
+    return {name: part for name, part in layer.named_modules() if type(part) is nn.Linear}
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
+    """Return parameters and buffers by name."""
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
-    """What a layer returns, alone or not."""
+    """Return a layer's result as a tuple."""
     return result if isinstance(result, tuple) else (result,)
 
 
 def _copy(layer: nn.Module) -> nn.Module:
-    """The same layer without forwards and hooks that it was given; other threads may run it."""
-    kept: list[Any] = [*tensors_of(layer).values()]
+    """Return a copy with shared weights, without hooks and overridden forwards.
+
+    Other threads may be running the layer itself.
+    """
+    shared: list[Any] = [*tensors_of(layer).values()]
     for module in layer.modules():
-        kept += [vars(module)[name] for name in ("config", "forward") if name in vars(module)]
-    copied = copy.deepcopy(layer, {id(one): one for one in kept})
+        shared += [vars(module)[name] for name in ("config", "forward") if name in vars(module)]
+    copied = copy.deepcopy(layer, {id(value): value for value in shared})
     for module in copied.modules():
         module.__dict__.pop("forward", None)
         module._forward_hooks.clear()
@@ -274,10 +354,10 @@ def _copy(layer: nn.Module) -> nn.Module:
     return copied
 
 
-def _place(tensor: Tensor, tokens: int) -> int | None:
-    """Which axis of an input counts tokens; None if none does.
+def _token_axis(tensor: Tensor, tokens: int) -> int | None:
+    """Return the axis of an input that counts tokens; None if there is none.
 
-    Of a single token it is where models have it: (1, T, ...) states or (T,) positions.
+    A single token is expected where models have it: (1, T, ...) states or (T,) positions.
     """
     if tokens > 1:
         return next((axis for axis, size in enumerate(tensor.shape) if size == tokens), None)
@@ -286,7 +366,7 @@ def _place(tensor: Tensor, tokens: int) -> int | None:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Values, and lists of them, such as the indices of hidden states."""
+    """Return True for plain values and lists of them, such as indices of hidden states."""
     return isinstance(leaf, PLAIN) or (type(leaf) is list and all(map(_is_plain, leaf)))
 
 

@@ -38,7 +38,7 @@ from hf_spec.backend.cpu.packed_products import (
     padded_product,
     rounded_rows,
 )
-from hf_spec.engine.fast.forward_overrides import ForwardOverrides
+from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 
 # With fewer elements the packed call costs more than it saves (measured, break-even at 256 x 256).
 # It is made anyway in dtypes of `SAME_BITS`.
@@ -154,7 +154,7 @@ def install_packed_linears(model: nn.Module, rounded: bool = False) -> Iterator[
     modules = [] if torch.is_autocast_enabled("cpu") else list(model.modules())
     with _checks.session():
         linears = PackedLinears(modules, rounded)
-        with _forwards.lent(modules, _fast_forwards):
+        with _forwards.install(modules, _fast_forwards):
             yield linears
 
 
@@ -225,12 +225,12 @@ def _versions(weights: Sequence[Tensor]) -> list[int]:
     return [-1 if weight.is_inference() else weight._version for weight in weights]
 
 
-def drafts_rounded() -> bool:
+def reads_rounded_weights() -> bool:
     """Whether what this thread runs may read weights that were rounded for drafts."""
     return _chosen.rounded
 
 
-def served_weight(product: nn.Linear | Tensor, rows: int) -> PackedWeight | Tensor | None:
+def kernel_weight(product: nn.Linear | Tensor, rows: int) -> PackedWeight | Tensor | None:
     """What our kernel reads for this thread's product of so many rows with a layer, or a weight.
 
     Small weights are as they are; None where the kernel has nothing to read, or many rows are

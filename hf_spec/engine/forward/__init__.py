@@ -1,1 +1,1 @@
-"""Runs one model on draft trees: rows, packed steps, attention, keys and values."""
+"""Draft trees as packed forward passes: rows, steps, attention, keys and values."""

@@ -1,7 +1,12 @@
-"""What a stretch of packed tokens may look back on."""
+"""Segments: which keys the packed tokens of one row attend to, and where their own are stored.
+
+A list of segments describes one attention step completely. `step.PackedStep` derives from it what
+each backend reads: groups of equal rows for SDPA, flat tensors for the kernels.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,23 +17,25 @@ from torch.nn import functional as F
 
 @dataclass
 class Segment:
-    """Consecutive packed tokens of one row that share what they may look back on.
+    """Consecutive packed tokens of one row that attend to the same slot of the pool.
 
-    What is the same for all of them, a text that may be long, is told by its length alone.
+    The visible text before a draft may be long, so it is given by its length alone (`prefix`).
 
     Attributes:
-        slot: the row's slot in the pool.
-        start, end: place of the tokens in the packed sequence.
-        num_keys: how many positions of the slot the tokens look at.
-        position: (end - start,) int64, the true position of each token.
-        last_position: the largest of them, known without asking the device.
-        tail_position: (num_keys - prefix,) int64, the true position of each key after the prefix;
-            differs from the storage index where the branches of a tree lie one after the other.
-        seen: (end - start, num_keys - prefix) bool, which of these each token sees, or None when
-            every key is visible and all their positions are consecutive.
-        prefix: how many first keys every token sees, at consecutive positions; fewer is allowed
-            and costs time only.
-        first_position: the true position of the first key.
+        slot: slot of the row in the pool.
+        start, end: range of the tokens in the packed sequence.
+        num_keys: number of leading entries of the slot that the tokens attend to.
+        position: (end - start,) int64, position of each token in its text.
+        last_position: largest of them, as a number on the host.
+        tail_position: (num_keys - prefix,) int64, position of each key after the prefix. Differs
+            from the index in the slot where branches of a tree are stored one after the other.
+        seen: (end - start, num_keys - prefix) bool, keys after the prefix that each token attends
+            to; None if it attends to all of them and their positions are consecutive.
+        prefix: number of leading keys, at consecutive positions, that every token attends to. A
+            smaller number gives the same result more slowly.
+        first_position: position of the first key.
+        cache_indices: index in the slot where each token's key and value are stored; empty if they
+            are not stored.
     """
 
     slot: int
@@ -41,15 +48,21 @@ class Segment:
     seen: Tensor | None
     prefix: int = 0
     first_position: int = 0
+    cache_indices: Sequence[int] = ()
     _masks: dict[object, Tensor | None] = field(default_factory=dict)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the segment."""
+        return self.end - self.start
+
     def moved(self, slot: int, start: int) -> Segment:
-        """The same view for the tokens of another row, which begin at `start`."""
-        return replace(self, slot=slot, start=start, end=start + self.end - self.start)
+        """Return the same segment for an equal row in another slot, from token `start` on."""
+        return replace(self, slot=slot, start=start, end=start + self.num_tokens)
 
     @cached_property
     def key_position(self) -> Tensor:
-        """(num_keys,) int64, the true position of each key."""
+        """(num_keys,) int64, position of each key."""
         before = torch.arange(self.first_position, self.first_position + self.prefix)
         return torch.cat([before, self.tail_position])
 
@@ -61,18 +74,22 @@ class Segment:
         return F.pad(self.seen, (self.prefix, 0), value=True)
 
     @property
-    def view(self) -> object:
-        """Equal for segments that were `moved` from one: they look at equal places."""
+    def shape_key(self) -> object:
+        """Equal for segments that were `moved` from one: they differ in slot and start only."""
         return id(self._masks)
 
     def mask(
         self, window: int | None, groups: int, like: Tensor, chunk: int | None = None
     ) -> Tensor | None:
-        """Additive mask (groups * T, num_keys) in the dtype and on the device of `like`.
+        """Return the additive mask (groups * T, num_keys) in the dtype and device of `like`.
 
-        Query heads that share a key head are folded into rows, so the mask repeats `groups` times.
-        Computed once per step and kind of layer. A token sees the last `window` positions, itself
-        included, or those of its own `chunk` of so many.
+        Computed once per step and kind of layer, and shared by equal rows.
+
+        Args:
+            window: a token attends to the last `window` positions, its own included.
+            groups: number of query heads per key head, which are folded into rows.
+            like: tensor whose dtype and device the mask gets.
+            chunk: a token attends within its own chunk of this many positions; replaces `window`.
         """
         key = (window, chunk, groups, like.dtype, like.device)
         if key not in self._masks:
@@ -83,7 +100,7 @@ class Segment:
         self, window: int | None, chunk: int | None, groups: int, like: Tensor
     ) -> Tensor | None:
         visible = self.visible
-        # What reaches back to the first key for every query hides nothing.
+        # A limit beyond the last position hides no key.
         limit = chunk or window
         if limit is not None and self.last_position >= limit:
             position = self.position[:, None]
@@ -94,3 +111,10 @@ class Segment:
             return None
         mask = torch.zeros(visible.shape, dtype=like.dtype, device=visible.device)
         return mask.masked_fill_(~visible, float("-inf")).to(like.device).repeat(groups, 1)
+
+
+def span(indices: Sequence[int]) -> slice | Tensor:
+    """Return ascending indices as a slice if they are consecutive, which avoids a gather."""
+    if indices[-1] - indices[0] + 1 == len(indices):
+        return slice(indices[0], indices[-1] + 1)
+    return torch.tensor(indices)

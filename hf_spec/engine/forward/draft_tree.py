@@ -1,7 +1,7 @@
 """The draft tree: a ragged batch of token trees.
 
-A chain and a batch of one are the same thing with other numbers. Node 0 of each row is its *root*,
-the last committed token, whose keys and values are not stored yet; a finished row has no nodes.
+A chain and a batch of one are special cases. Node 0 of each row is its *root*, the last committed
+token, whose keys and values are not stored yet. A finished row has no nodes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,21 +20,21 @@ from hf_spec.backend.device.transfer import send
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
-    """Token trees of B rows with N nodes in all, rows one after the other; made by `from_drafts`.
+    """Token trees of B rows with N nodes in total, row by row; built by `from_drafts`.
 
-    A node with a negative token id is *virtual*: a place where the target is asked something, no
-    token that is proposed. No token equals it, so no verifier goes there, and its keys and values
-    are dropped with those of the rejected nodes (see `hf_spec.engine.forward.virtual_tokens`).
+    A node with a negative token id is *virtual*: the target runs it, but it proposes no token. No
+    token equals it, so it is never accepted, and its keys and values are dropped with those of the
+    rejected nodes (see `hf_spec.engine.forward.node_tokens`).
 
     Attributes:
-        tokens: of each of the N nodes.
-        parent: of each node its parent's index, -1 for a root. Parents precede children.
-        depth: of each node, 0 for a root; its position is its root's position + depth.
-        row_start: B + 1 indices, where each row begins and the last one ends.
+        tokens: token id of each of the N nodes.
+        parent: index of each node's parent, -1 for a root. Parents precede children.
+        depth: depth of each node, 0 for a root; its position is the root's position + depth.
+        row_start: B + 1 indices where each row begins and the last one ends.
         draft_probs: (N, V) float32 or None; row i is the distribution that the children of node i
-            were drawn from, after every processor. Only for drafts that were sampled.
+            were drawn from, after every processor. Only for sampled drafts.
         node_probs: the draft model's probability of each node's token, 1 for a root; or None. In a
-            graph, a copy has the probability of the edge that it stands for.
+            token graph, a copy has the probability of its edge.
     """
 
     tokens: list[int]
@@ -55,8 +57,8 @@ class DraftTree:
         """Build a tree from one (tokens, parents) pair per row.
 
         Args:
-            rows: per row the node tokens and, of the same length, the index of each node's parent
-                within the row, -1 for the root. Both empty for a finished row.
+            rows: per row the node tokens, and the index of each node's parent within the row, -1
+                for the root. Both empty for a finished row.
             draft_probs: see the class.
             node_probs: see the class.
 
@@ -96,21 +98,21 @@ class DraftTree:
 
     @property
     def num_nodes(self) -> int:
-        """N, roots included."""
+        """Number of nodes N, roots included."""
         return len(self.tokens)
 
     @property
     def num_rows(self) -> int:
-        """B, finished rows included."""
+        """Number of rows B, finished ones included."""
         return len(self.row_start) - 1
 
     def nodes(self, row: int) -> range:
-        """Indices of the nodes of `row`; the first one is its root."""
+        """Return the indices of the nodes of `row`; the first one is its root."""
         return range(self.row_start[row], self.row_start[row + 1])
 
     @cached_property
     def children(self) -> list[list[int]]:
-        """Node indices of each node's children, in order of rank (the order they were added)."""
+        """Indices of each node's children, in the order they were added (by rank)."""
         children: list[list[int]] = [[] for _ in self.tokens]
         for node, above in enumerate(self.parent):
             if above >= 0:
@@ -118,24 +120,24 @@ class DraftTree:
         return children
 
     def proposals(self, node: int) -> list[int]:
-        """The children of `node` that are tokens, not virtual ones."""
+        """Return the children of `node` that are not virtual."""
         return [child for child in self.children[node] if self.tokens[child] >= 0]
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that carries `token`, if there is one."""
+        """Return the child of `node` with this token, or None."""
         return next((c for c in self.children[node] if self.tokens[c] == token), None)
 
     def num_drafted(self, row: int) -> int:
-        """Tokens that the draft of `row` proposes."""
+        """Return the number of tokens that the draft of `row` proposes."""
         return sum(self.tokens[node] >= 0 for node in self.nodes(row)[1:])
 
     def height(self, row: int) -> int:
-        """Depth of the deepest token of `row`; 0 for a root alone or a finished row."""
+        """Return the depth of the deepest token of `row`; 0 for a root alone or a finished row."""
         depths = (self.depth[node] for node in self.nodes(row) if self.tokens[node] >= 0)
         return max(depths, default=0)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """`tokens`, `parent` and `row_start` as int64 tensors on a device, sent there once."""
+        """Return `tokens`, `parent` and `row_start` as int64 tensors on a device, copied once."""
         if device not in self._sent:
             lists = (self.tokens, self.parent, self.row_start)
             tensors = [torch.tensor(values, dtype=torch.long) for values in lists]
@@ -145,35 +147,33 @@ class DraftTree:
 
     @cached_property
     def ancestor_mask(self) -> Tensor:
-        """(N, W) bool on the host, W nodes in the widest row: of whom in its row a node descends.
+        """(N, W) bool on the host: ancestors of each node, itself included.
 
-        Columns count from the row's root; a node is among its own ancestors. Built by pointer
-        doubling: after step s every node sees 2**s generations.
+        W is the number of nodes in the largest row; columns count from the row's root.
         """
-        _, parent, row_start = self.on(torch.device("cpu"))
-        sizes = row_start.diff()
-        width = int(sizes.max())
-        index = torch.arange(self.num_nodes)
-        offset = index - row_start[:-1].repeat_interleave(sizes)
-        mask = offset[:, None] == torch.arange(width)
-        hop = torch.where(parent < 0, index, parent)
-        for _ in range(max(width - 1, 0).bit_length()):
-            mask = mask | mask[hop]
-            hop = hop[hop]
-        return mask
+        starts = self.row_start
+        width = max(end - start for start, end in pairwise(starts))
+        # Small operations of PyTorch take several times as long as those of NumPy.
+        mask = np.zeros((self.num_nodes, width), dtype=bool)
+        for start, end in pairwise(starts):
+            for node in range(start, end):
+                if node > start:
+                    mask[node] = mask[self.parent[node]]
+                mask[node, node - start] = True
+        return torch.from_numpy(mask)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target made of a draft tree.
+    """Result of verifying a draft tree.
 
     Attributes:
-        tree: the tree that was judged.
+        tree: the verified tree.
         accepted: per row the accepted nodes in path order, without the root; indices into the tree.
         bonus: per row the target's own token after the last accepted one, None for finished rows.
-        scores: per row the processed scores of every token the verdict commits (accepted, then the
-            bonus), each (V,) float32, or None when nobody asked for them.
-        logits: the same before the processors.
+        scores: per row the processed scores of every committed token (accepted ones, then the
+            bonus), each (V,) float32; None if they were not requested.
+        logits: the scores before the processors.
     """
 
     tree: DraftTree
@@ -183,7 +183,7 @@ class Verdict:
     logits: list[list[Tensor]] | None = None
 
     def tokens(self, row: int) -> list[int]:
-        """The tokens that `row` gains: the accepted ones, then the bonus token."""
+        """Return the tokens that `row` gains: the accepted ones, then the bonus token."""
         bonus = self.bonus[row]
         if bonus is None:
             return []
@@ -199,27 +199,30 @@ class Verdict:
         ]
 
 
-def by_likelihood(parents: Sequence[int], chances: Sequence[float]) -> list[int]:
-    """The nodes of a row's tree, likelier paths first and parents before children.
+def by_likelihood(parents: Sequence[int], node_probs: Sequence[float]) -> list[int]:
+    """Sort the nodes of a row's tree by the probability of their path, parents before children.
 
-    `parents` begin with the root's -1; `chances` are of each node's token, given those above it.
+    Args:
+        parents: index of each node's parent, the root's -1 first.
+        node_probs: probability of each node's token, given those above it.
     """
     reach = [1.0]
-    for parent, chance in zip(parents[1:], chances[1:], strict=True):
-        reach.append(reach[parent] * chance)
+    for parent, prob in zip(parents[1:], node_probs[1:], strict=True):
+        reach.append(reach[parent] * prob)
     return sorted(range(len(reach)), key=lambda node: -reach[node])
 
 
 def likeliest(
-    parents: Sequence[int], chances: Sequence[float], count: int | None
+    parents: Sequence[int], node_probs: Sequence[float], count: int | None
 ) -> tuple[list[int], list[int]]:
-    """The `count` likeliest nodes of a row's tree beside the root; None for all of them.
+    """Select the `count` likeliest nodes of a row's tree beside the root; None selects all.
 
     Returns:
-        The kept nodes in their order, the root among them, and of each its parent's place.
+        The selected nodes in their order, the root first, and the index of each one's parent among
+        them.
     """
     if count is None or len(parents) <= count + 1:
         return list(range(len(parents))), list(parents)
-    kept = sorted(by_likelihood(parents, chances)[: count + 1])
-    place = {node: index for index, node in enumerate(kept)}
-    return kept, [-1, *(place[parents[node]] for node in kept[1:])]
+    selected = sorted(by_likelihood(parents, node_probs)[: count + 1])
+    new_index = {node: index for index, node in enumerate(selected)}
+    return selected, [-1, *(new_index[parents[node]] for node in selected[1:])]

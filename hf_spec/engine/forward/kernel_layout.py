@@ -1,13 +1,13 @@
-"""A packed step as the kernels read it: flat tensors, made on the host and sent in one transfer.
+"""A packed step as the kernels read it: flat tensors, built on the host and copied in one transfer.
 
-`padded` brings a layout to a shape that many steps share, for steps that run as a captured graph.
+`padded` extends a layout to a shape that many steps share, for steps that run as a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,28 +21,39 @@ TENSORS = tuple(f.name for f in fields(RaggedLayout) if not f.name.startswith("m
 
 
 def ragged_layout(segments: Sequence[Segment], sees: Tensor | None = None) -> RaggedLayout:
-    """Put what segments see, one after the other from token 0 on, into one layout on the host.
+    """Build the host layout of segments that follow each other from token 0 on.
 
-    Where a device has the bits, `sees`, those here are zeros.
+    If `sees` is given, the device has the bits, and those of the layout are zeros.
     """
-    # Where everything is visible nothing needs a bit.
+    # A segment that attends to all its keys needs no bits.
     prefixes = [s.num_keys if s.seen is None else s.prefix for s in segments]
     tails = [s.num_keys - first for s, first in zip(segments, prefixes, strict=True)]
     bits = (
         _bits(segments, max(tails)) if sees is None else torch.zeros(sees.shape, dtype=torch.uint8)
     )
     positions = [s.tail_position for s in segments if s.seen is not None]
+    columns = (
+        [s.slot for s in segments],
+        [0, *(s.end for s in segments)],
+        [s.num_keys for s in segments],
+        prefixes,
+        [s.first_position for s in segments],
+        [0, *accumulate(tails)][:-1],
+    )
+    # One tensor is split, since creating small tensors is slow.
+    numbers = torch.tensor([*chain.from_iterable(columns)], dtype=torch.int32)
+    slot, starts, num_keys, prefix, first, key_start = numbers.split([*map(len, columns)])
     return RaggedLayout(
-        slot=_ints([s.slot for s in segments]),
-        query_start=_ints([0, *(s.end for s in segments)]),
-        num_keys=_ints([s.num_keys for s in segments]),
-        prefix=_ints(prefixes),
+        slot=slot,
+        query_start=starts,
+        num_keys=num_keys,
+        prefix=prefix,
         bits=bits,
         position=torch.cat([s.position for s in segments]).int(),
-        first_position=_ints([s.first_position for s in segments]),
-        key_position=torch.cat(positions).int() if positions else _ints([]),
-        key_start=_ints([0, *accumulate(tails)][:-1]),
-        max_queries=max(s.end - s.start for s in segments),
+        first_position=first,
+        key_position=torch.cat(positions).int() if positions else numbers[:0],
+        key_start=key_start,
+        max_queries=max(s.num_tokens for s in segments),
         max_keys=max(s.num_keys for s in segments),
     )
 
@@ -55,30 +66,41 @@ def _bits(segments: Sequence[Segment], width: int) -> Tensor:
     return pack_bits(seen)
 
 
-def write_places(writes: Sequence[tuple[int, int, int, slice | Tensor]], num_tokens: int) -> Tensor:
-    """(2, T) int32 on the host, slot and place where each token is stored; slot -1 for nowhere."""
-    slots, places = [-1] * num_tokens, [-1] * num_tokens
-    for slot, start, end, where in writes:
-        slots[start:end] = [slot] * (end - start)
-        places[start:end] = (
-            range(where.start, where.stop) if isinstance(where, slice) else where.tolist()
-        )
-    return torch.tensor([slots, places], dtype=torch.int32)
+def slot_mapping(runs: Iterable[tuple[int, Sequence[int]]]) -> Tensor:
+    """Build the (2, T) int32 slot and index where each token is stored.
+
+    Args:
+        runs: (slot, indices in it) of consecutive tokens; slot -1 stores nothing.
+    """
+    slots: list[int] = []
+    indices: list[int] = []
+    for slot, run in runs:
+        slots += [slot] * len(run)
+        indices += run
+    return torch.tensor([slots, indices], dtype=torch.int32)
+
+
+def segment_slot_mapping(segments: Sequence[Segment]) -> Tensor:
+    """Build the slot mapping of segments; tokens that are not stored get slot and index -1."""
+    return slot_mapping(
+        (s.slot, s.cache_indices) if s.cache_indices else (-1, [-1] * s.num_tokens)
+        for s in segments
+    )
 
 
 def tensors_of(layout: RaggedLayout) -> list[Tensor]:
-    """The tensors of a layout, in the order of `TENSORS`."""
+    """Return the tensors of a layout, in the order of `TENSORS`."""
     return [getattr(layout, name) for name in TENSORS]
 
 
 def with_tensors(layout: RaggedLayout, tensors: Sequence[Tensor]) -> RaggedLayout:
-    """The layout with other tensors, in the order of `TENSORS`."""
+    """Return the layout with other tensors, given in the order of `TENSORS`."""
     changes: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
     return replace(layout, **changes)
 
 
 class Sizes(NamedTuple):
-    """What a graph fixes of a layout: tokens, segments, bytes of bits, queries of a segment."""
+    """Sizes that a graph fixes: tokens, segments, bytes of bits, queries of a segment."""
 
     tokens: int
     segments: int
@@ -87,24 +109,24 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, layout: RaggedLayout) -> Sizes:
-        """Those that the layout is padded to, which others of about its size share."""
+        """Return the sizes to pad the layout to, shared by layouts of similar size."""
         tokens = round_up(layout.position.shape[0])
         num_bytes = round_up(max(layout.bits.shape[1], 1))
         queries = round_up(_most_queries(layout, tokens))
         return cls(tokens, round_up(layout.slot.shape[0]), num_bytes, queries)
 
     def hold(self, layout: RaggedLayout) -> bool:
-        """Whether the layout can be padded to these."""
+        """Return True if the layout can be padded to these sizes."""
         enough = self.tokens >= layout.position.shape[0] and self.segments >= layout.slot.shape[0]
         enough = enough and self.num_bytes >= layout.bits.shape[1]
         return enough and self.max_queries >= _most_queries(layout, self.tokens)
 
 
 def padded(layout: RaggedLayout, sizes: Sizes, capacity: int) -> RaggedLayout:
-    """The same step with more tokens, segments and bits.
+    """Return the same step with more tokens, segments and bits.
 
-    The last segment takes in the tokens that are added, which see its prefix and nothing else;
-    segments that are added hold nothing. No segment has more keys than `capacity`.
+    Added tokens belong to the last segment and attend to its prefix only. Added segments are
+    empty. No segment has more keys than `capacity`.
     """
     added = sizes.tokens - layout.position.shape[0]
     empty = sizes.segments - layout.slot.shape[0]
@@ -117,7 +139,7 @@ def padded(layout: RaggedLayout, sizes: Sizes, capacity: int) -> RaggedLayout:
         num_keys=F.pad(layout.num_keys, (0, empty)),
         prefix=F.pad(layout.prefix, (0, empty)),
         bits=F.pad(layout.bits, (0, sizes.num_bytes - layout.bits.shape[1], 0, added)),
-        # Like the last token's, so that no window reaches further back for them.
+        # The position of the last token, so that no window reaches further back for them.
         position=torch.cat([layout.position, layout.position[-1:].expand(added)]),
         first_position=F.pad(layout.first_position, (0, empty)),
         key_position=F.pad(layout.key_position, (0, room - layout.key_position.shape[0])),
@@ -128,16 +150,12 @@ def padded(layout: RaggedLayout, sizes: Sizes, capacity: int) -> RaggedLayout:
 
 
 def _most_queries(layout: RaggedLayout, num_tokens: int) -> int:
-    """Of any segment, when the last one takes in what is missing to `num_tokens`."""
+    """Return the most queries of a segment once the last one is padded to `num_tokens`."""
     starts = layout.query_start
     return max(layout.max_queries, num_tokens - int(starts[-2]))
 
 
 def round_up(number: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few sizes, each less than half too large."""
+    """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few sizes, at most 50% too large."""
     power = 1 << max(number - 1, 0).bit_length()
     return power * 3 // 4 if number <= power * 3 // 4 else power
-
-
-def _ints(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)

@@ -1,9 +1,9 @@
 """Keys and values of a ragged batch: a buffer per layer, a slot per row, each with its own length.
 
-Nothing is ever padded, cropped or concatenated. A forward writes its tokens after the committed
-part of their slot; the accepted ones are then moved together and the rest is overwritten by the
-next forward (EMS-SD, Ni et al. 2024, arXiv 2405.07542, section 3.3). Layers with a sliding window
-keep full-length storage; the window is in the attention mask.
+Nothing is padded, cropped or concatenated. A forward pass writes its tokens after the committed
+part of their slot. The accepted ones are then moved together, and the next forward pass overwrites
+the rest (EMS-SD, Ni et al. 2024, arXiv 2405.07542, section 3.3). Layers with a sliding window have
+full-length buffers; the window is applied by the attention mask.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from hf_spec.common.compat import CACHE_NAME
 from hf_spec.common.errors import UnsupportedError
 
 MIN_CAPACITY = 256
-# Tokens of all slots together for which there may be room before they are needed.
+# Most tokens of all slots together to allocate before they are needed.
 MAX_RESERVED = 2**13
-# Room per slot beyond the tokens needed, where memory suffices for no more.
+# Room per slot beyond the tokens needed when memory is short.
 LITTLE_ROOM = 64
 
 REUSABLE_LAYERS = (
@@ -42,7 +42,7 @@ REUSABLE_LAYERS = (
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
-    # Of layers that keep nothing; in older transformers an empty layer of the above.
+    # Layers that cache nothing; in older transformers an empty layer of the classes above.
     getattr(cache_utils, "DummyLayer", LinearAttentionLayer),
 )
 
@@ -50,11 +50,11 @@ REUSABLE_LAYERS = (
 class KVPool:
     """Per layer a key and a value buffer of shape (slots, H, capacity, D).
 
-    Layers appear when they are first written, on the device and in the dtype of what is written, so
-    a model spread over devices and layers of different head sizes need no special care.
+    The buffers of a layer are allocated at its first write, on the device and in the dtype of what
+    is written. So layers may be on different devices and have different head sizes.
 
     Attributes:
-        capacity: tokens per slot that there is room for.
+        capacity: number of tokens per slot that are allocated.
         before_resize: called before buffers move to other addresses.
     """
 
@@ -65,12 +65,12 @@ class KVPool:
         self.before_resize: Callable[[], None] | None = None
         self._max_ahead = max(MAX_RESERVED // num_slots, 1)
         self.capacity = min(MIN_CAPACITY, self._max_ahead)
-        # Tokens per slot: the most reserved so far, and the most that the call can need.
+        # Tokens per slot: the most reserved so far, and the most that the call may need.
         self._needed = 0
         self._expected = 0
 
     def expect(self, length: int) -> None:
-        """Set how many tokens a slot will hold at most, and make room for them within the bound.
+        """Set the most tokens that a slot will hold, and allocate them within `MAX_RESERVED`.
 
         Args:
             length: tokens per slot; 0 if it is unknown.
@@ -81,10 +81,10 @@ class KVPool:
             self._resize(first)
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens per slot.
+        """Allocate room for `length` tokens per slot.
 
-        Capacity grows by half, so copies stay rare. Where memory is short, stored graphs are freed
-        and there is little more room than needed.
+        Capacity grows by half, so copies stay rare. If memory is short, cached graphs are freed and
+        capacity grows by `LITTLE_ROOM` only.
         """
         self._needed = max(self._needed, length)
         if length <= self.capacity:
@@ -94,21 +94,23 @@ class KVPool:
             self._resize(length + LITTLE_ROOM)
 
     def trim(self) -> None:
-        """Give back the room that no token needs yet."""
+        """Free the room that no token has needed yet."""
         if self._needed < self.capacity:
             self._resize(max(self._needed, 1))
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The buffers of layer `index`, made to fit `key` and `value` (B, H, T, D) if new."""
+        """Return the buffers of layer `index`, allocated to fit (B, H, T, D) `key` and `value`."""
         if index not in self.keys:
             new = self._new(key, self.capacity), self._new(value, self.capacity)
             self.keys[index], self.values[index] = new
         return self.keys[index], self.values[index]
 
     def move_rows(self, moves: Sequence[tuple[int, Sequence[int], int]]) -> None:
-        """Copy tokens of slots in every layer: (slot, source, start) of each, no slot twice.
+        """Move tokens within their slots, in every layer.
 
-        Those at `source` go to `start`, `start + 1`, ... of the same slot.
+        Args:
+            moves: (slot, source, start): tokens at the indices `source` go to `start`,
+                `start + 1`, ... of the same slot. Each slot at most once.
         """
         if not moves:
             return
@@ -116,19 +118,20 @@ class KVPool:
         for buffers in (self.keys, self.values):
             for buffer in buffers.values():
                 by_device[buffer.device].append(buffer)
-        for device, alike in by_device.items():
-            kv_keep(alike, _on_device(moves, device))
+        for device, device_buffers in by_device.items():
+            kv_keep(device_buffers, _on_device(moves, device))
 
     def nbytes(self) -> int:
-        """Memory of all buffers, in bytes."""
+        """Return the memory of all buffers in bytes."""
         buffers = [*self.keys.values(), *self.values.values()]
         return sum(buffer.nelement() * buffer.element_size() for buffer in buffers)
 
     def load(self, cache: Cache, frame_masks: Sequence[Tensor]) -> None:
         """Fill the pool from a user's `DynamicCache`, padded on the left as in plain `generate()`.
 
-        Sliding layers may have dropped all but the tokens that their window needs. `frame_masks`
-        are (L,) bool per row, True where the cached position is a real token.
+        Args:
+            cache: sliding layers may have dropped all tokens before their window.
+            frame_masks: per row (L,) bool, True where the cached entry is a real token.
         """
         length = max((int(mask.sum()) for mask in frame_masks), default=0)
         self.reserve(length)
@@ -139,19 +142,21 @@ class KVPool:
             key_buffer, value_buffer = self.layer(index, layer.keys, layer.values)
             for row, mask in enumerate(frame_masks):
                 stored = layer.keys.shape[2]
-                kept = mask[mask.shape[0] - stored :].to(layer.keys.device)
+                real = mask[mask.shape[0] - stored :].to(layer.keys.device)
                 end = int(mask.sum())
-                start = end - int(kept.sum())
-                key_buffer[row, :, start:end] = layer.keys[row][:, kept]
-                value_buffer[row, :, start:end] = layer.values[row][:, kept]
+                start = end - int(real.sum())
+                key_buffer[row, :, start:end] = layer.keys[row][:, real]
+                value_buffer[row, :, start:end] = layer.values[row][:, real]
 
     def export(
         self, cache: DynamicCache, frame_masks: Sequence[Tensor], lengths: Sequence[int]
     ) -> DynamicCache:
         """Write the pool into an empty cache of the model, in the layout of plain `generate()`.
 
-        The stored tokens, `lengths` per row, fill the first True positions of the row's (L,) bool
-        frame mask.
+        Args:
+            cache: the empty cache, which is returned.
+            frame_masks: per row (L,) bool; stored tokens fill the first True entries.
+            lengths: number of stored tokens per row.
         """
         width = frame_masks[0].shape[0]
         for index in sorted(self.keys):
@@ -159,14 +164,14 @@ class KVPool:
             for buffer in (self.keys[index], self.values[index]):
                 frame = buffer.new_zeros(len(lengths), buffer.shape[1], width, buffer.shape[3])
                 for row, (mask, length) in enumerate(zip(frame_masks, lengths, strict=True)):
-                    places = mask.to(buffer.device).nonzero()[:length, 0]
-                    frame[row, :, places] = buffer[row, :, : len(places)]
+                    entries = mask.to(buffer.device).nonzero()[:length, 0]
+                    frame[row, :, entries] = buffer[row, :, : len(entries)]
                 pair.append(frame)
             cache.update(pair[0], pair[1], index)
         return cache
 
     def _with_room(self, length: int) -> int:
-        """Capacity to grow to for `length` tokens per slot."""
+        """Return the capacity to grow to for `length` tokens per slot."""
         most = self._max_ahead
         room = length + min(length // 2, most)
         if length <= most:
@@ -181,37 +186,37 @@ class KVPool:
         return True
 
     def _resize(self, capacity: int) -> None:
-        """Move every buffer to one of `capacity` tokens per slot.
+        """Reallocate every buffer with `capacity` tokens per slot.
 
         An interrupted call leaves the pool usable: buffers are replaced one by one.
         """
         if self.before_resize is not None:
             self.before_resize()
-        held = min(self.capacity, capacity)
+        copied = min(self.capacity, capacity)
         for buffers in (self.keys, self.values):
             for layer, old in buffers.items():
                 new = self._new(old, capacity)
-                new[:, :, :held] = old[:, :, :held]
+                new[:, :, :copied] = old[:, :, :copied]
                 buffers[layer] = new
         self.capacity = capacity
 
     def _new(self, like: Tensor, capacity: int) -> Tensor:
-        # Zeros, not empty: a masked position still enters the softmax product, and 0 * NaN is NaN.
+        # Zeros, not empty: a masked entry still takes part in weights @ values, and 0 * NaN is NaN.
         return like.new_zeros(self.num_slots, like.shape[1], capacity, like.shape[3])
 
 
 def _on_device(moves: Sequence[tuple[int, Sequence[int], int]], device: torch.device) -> Moves:
-    """The moves as the kernel reads them, in one transfer."""
+    """Return the moves as the kernel reads them, copied in one transfer."""
     slots, sources, starts = zip(*moves, strict=True)
     ends = list(accumulate(len(source) for source in sources))
-    columns = (slots, starts, [place for source in sources for place in source], [0, *ends])
+    columns = (slots, starts, [index for source in sources for index in source], [0, *ends])
     tensors = [torch.tensor(column, dtype=torch.int32) for column in columns]
     slot, target, source, source_start = send(tensors, device)
     return Moves(slot, target, source, source_start, max(len(source) for source in sources))
 
 
 def check_reusable(cache: object) -> None:
-    """Refuse a user's cache that cannot be moved into a `KVPool` and back."""
+    """Raise `UnsupportedError` for a user's cache that cannot be moved to a `KVPool` and back."""
     layers = getattr(cache, "layers", None)
     if type(cache) is not DynamicCache or any(
         type(layer) not in REUSABLE_LAYERS for layer in layers or []
@@ -225,7 +230,10 @@ def check_reusable(cache: object) -> None:
 
 @dataclass
 class _Placement:
-    """What the layers of a `PoolCache` share; no reference back, so nothing outlives a call."""
+    """State shared by the layers of a `PoolCache`.
+
+    It has no reference to the cache: a reference cycle would outlive the call.
+    """
 
     pool: KVPool
     destination: Tensor
@@ -233,10 +241,10 @@ class _Placement:
 
 
 class PoolCache(Cache):
-    """A `KVPool` as a cache of transformers, for models that take no attention function.
+    """A `KVPool` as a cache of transformers, for models without the attention interface.
 
-    Before each forward `place` says where the tokens of the rectangle go; padding is written to the
-    last place of the slot, which no mask ever shows.
+    `place` is called before each forward pass. Padding is written to the last entry of the slot,
+    which every mask hides.
     """
 
     def __init__(self, pool: KVPool, num_layers: int):
@@ -244,7 +252,7 @@ class PoolCache(Cache):
         super().__init__(layers=[_PoolLayer(self._placement, i) for i in range(num_layers)])
 
     def place(self, destination: Tensor, visible: int) -> None:
-        """Set the (B, T) slot positions of the next forward and how many positions it may see."""
+        """Set the (B, T) indices that the next forward pass writes, and its number of keys."""
         self._placement.destination = destination
         self._placement.visible = visible
 
@@ -260,28 +268,29 @@ class _PoolLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the pool makes its buffers at the first write."""
+        """Do nothing: the pool allocates its buffers at the first write."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write (B, H, T, D) to the placed positions; return the visible part of every slot."""
-        here = self.placement
-        buffers = here.pool.layer(self.index, key_states, value_states)
-        place = here.destination.to(key_states.device)
-        slots = torch.arange(place.shape[0], device=place.device)[:, None]
+        """Write (B, H, T, D) at the indices set by `place`; return the visible keys and values."""
+        placement = self.placement
+        buffers = placement.pool.layer(self.index, key_states, value_states)
+        indices = placement.destination.to(key_states.device)
+        slots = torch.arange(indices.shape[0], device=indices.device)[:, None]
         for buffer, states in zip(buffers, (key_states, value_states), strict=True):
-            buffer[slots, :, place] = states.transpose(1, 2)
-        return buffers[0][:, :, : here.visible], buffers[1][:, :, : here.visible]
+            buffer[slots, :, indices] = states.transpose(1, 2)
+        visible = placement.visible
+        return buffers[0][:, :, :visible], buffers[1][:, :, :visible]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask has to cover."""
+        """Return the length and the offset of the keys that a mask covers."""
         return self.placement.visible, 0
 
     def get_seq_length(self) -> int:
-        """Positions that the next forward may see (positions are always passed explicitly)."""
+        """Return the number of keys visible in the next forward pass; positions are passed."""
         return self.placement.visible
 
     def get_max_length(self) -> int:
-        """Room per slot, in tokens."""
+        """Return the capacity of a slot in tokens."""
         return self.placement.pool.capacity

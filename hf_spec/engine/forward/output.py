@@ -1,4 +1,4 @@
-"""What a forward of a draft tree gives, and where in it the tokens are."""
+"""Result of a forward pass over a draft tree, and the indices of its tokens."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from hf_spec.engine.forward.row_storage import RowStorage
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the default indices into `hidden_states` that heads read: low, middle, high."""
+    """Return the default indices into `hidden_states` for heads: low, middle, high."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 @dataclass
 class ForwardOutput:
-    """Result of a forward.
-
-    What the model gave may be overwritten by the next forward.
+    """Result of a forward pass; the next one may overwrite its tensors.
 
     Attributes:
-        logits: (M, V) in the model's dtype, one row per node that was run, in tree order.
-        hidden: hidden-state index -> (T, hidden size) of all tokens run, pending ones included.
-        pending: per row where its pending tokens are among the T, without the root.
-        nodes: (M,) where each node is among the T.
-        storage: where the keys and values of what is committed are.
+        logits: (M, V) in the model's dtype, one line per node that ran, in tree order.
+        hidden: index into `hidden_states` -> (T, hidden size) of all tokens that ran.
+        pending: row -> indices of its pending tokens among the T, without the root.
+        nodes: M indices of the nodes among the T.
+        storage: keys and values of the committed tokens.
     """
 
     logits: Tensor
@@ -36,8 +34,8 @@ class ForwardOutput:
     nodes: list[int] = field(default_factory=list)
     storage: RowStorage | None = None
 
-    def kept_places(self, verdict: Verdict) -> dict[int, list[int]]:
-        """Per row that was run where its pending tokens, root and accepted nodes are in the T."""
+    def committed_indices(self, verdict: Verdict) -> dict[int, list[int]]:
+        """Return row -> indices among the T of its pending tokens, root and accepted nodes."""
         starts = verdict.tree.row_start
         return {
             row: self.pending.get(row, []) + [self.nodes[n] for n in (starts[row], *accepted)]
@@ -46,15 +44,15 @@ class ForwardOutput:
         }
 
     def put_after(self, earlier: ForwardOutput) -> None:
-        """Join the hidden states of an earlier stretch of the same prompt in front of these."""
+        """Prepend the hidden states of an earlier chunk of the same prompt."""
         for layer, states in earlier.hidden.items():
             shift = states.shape[0]
             self.hidden[layer] = torch.cat([states, self.hidden[layer]])
         if not earlier.hidden:
             return
-        self.nodes = [place + shift for place in self.nodes]
-        places = {row: [place + shift for place in mine] for row, mine in self.pending.items()}
+        self.nodes = [index + shift for index in self.nodes]
+        later = {row: [index + shift for index in ids] for row, ids in self.pending.items()}
         self.pending = {
-            row: earlier.pending.get(row, []) + places.get(row, [])
-            for row in {**earlier.pending, **places}
+            row: earlier.pending.get(row, []) + later.get(row, [])
+            for row in {**earlier.pending, **later}
         }

@@ -1,7 +1,7 @@
-"""Attention of a packed step where no kernel serves it: one call for all rows of equal shape.
+"""Attention of a packed step by PyTorch's SDPA, for steps that no kernel supports.
 
-Rows of a batch are often alike, those of a first forward above all: as many keys, as many new
-tokens, the same tree. Calls are what small steps cost, so such rows share one.
+Rows of a batch are often equal, above all in their first forward pass: same number of keys and new
+tokens, same tree. The overhead of small steps is the number of calls, so equal rows share one.
 """
 
 from __future__ import annotations
@@ -15,99 +15,104 @@ from hf_spec_kernels import Scoring
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_spec.engine.forward.attention_span import Segment
-from hf_spec.engine.forward.row_batch import span
+from hf_spec.engine.forward.attention_span import Segment, span
 
-# To be together, rows have their keys copied; of more than these it costs more than a call saves.
+# Rows that share a call have their keys copied; for more keys the copy costs more than a call.
 MAX_COPIED_KEYS = 64
+
+# Slot and index expressions of a write, see `write_target`.
+WriteTarget = tuple[int, slice] | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class SegmentGroup:
-    """Segments of equal view.
+    """Segments of equal shape, one per row.
 
     Attributes:
-        view: the first of them.
-        slots: of n rows.
-        tokens: where the tokens of all are in the packed sequence, segment by segment.
+        first: one of them; it has the mask of all.
+        slots: slots of the n rows.
+        tokens: the packed tokens of all, segment by segment.
     """
 
-    view: Segment
+    first: Segment
     slots: slice | Tensor
     tokens: slice | Tensor
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> SegmentGroup:
-        """Put segments of equal view together."""
+        """Group segments of equal shape."""
         slots = span([segment.slot for segment in segments])
         tokens = chain.from_iterable(range(segment.start, segment.end) for segment in segments)
         return cls(segments[0], slots, span(list(tokens)))
 
 
-def together(segments: Iterable[Segment]) -> list[SegmentGroup]:
-    """Segments that may share a call, each in one of the groups."""
-    views: dict[object, list[Segment]] = {}
+def group_segments(segments: Iterable[Segment]) -> list[SegmentGroup]:
+    """Group the segments that may share a call."""
+    groups: dict[object, list[Segment]] = {}
     for segment in segments:
-        alone = segment.slot if segment.num_keys > MAX_COPIED_KEYS else None
-        views.setdefault((segment.view, alone), []).append(segment)
-    return [SegmentGroup.of(alike) for alike in views.values()]
+        separate = segment.slot if segment.num_keys > MAX_COPIED_KEYS else None
+        groups.setdefault((segment.shape_key, separate), []).append(segment)
+    return [SegmentGroup.of(members) for members in groups.values()]
 
 
-def store(
-    writes: Sequence[tuple[int, int, int, slice | Tensor]],
-    where: Tensor,
-    states: Tensor,
-    buffer: Tensor,
-) -> None:
-    """Write (1, H, T, D) new keys or values into the buffer of their layer.
+def write_target(slot_mapping: Tensor) -> WriteTarget:
+    """Return how to index a buffer for a (2, T) slot mapping.
 
-    `where` says the same as `writes`: (2, T) slots and places.
+    An integer and a slice if one row stores all tokens at consecutive indices, which `store` copies
+    without a scatter; otherwise the (T,) slots and (T,) indices.
     """
-    if len(writes) > 1:
-        slots, places = where.to(buffer.device)
-        buffer[slots, :, places] = states[0].transpose(0, 1).to(buffer.dtype)
-        return
-    [(slot, start, end, places)] = writes
-    if isinstance(places, slice):
-        target = _part(_part(buffer, 0, slot, 1), 2, places.start, end - start)
-        target.copy_(_part(states, 2, start, end - start))
+    slots, indices = slot_mapping.tolist()
+    entries = span(indices)
+    if isinstance(entries, slice) and len(set(slots)) == 1:
+        return slots[0], entries
+    return slot_mapping[0], slot_mapping[1]
+
+
+def store(target: WriteTarget, states: Tensor, buffer: Tensor) -> None:
+    """Write (1, H, T, D) new keys or values into the buffer of their layer."""
+    slots, indices = target
+    if isinstance(indices, slice):
+        assert isinstance(slots, int), "a slice belongs to one slot"
+        _part(_part(buffer, 0, slots, 1), 2, indices.start, states.shape[2]).copy_(states)
     else:
-        buffer[slot, :, places] = states[0, :, start:end]
+        assert isinstance(slots, Tensor), "indices come with a slot each"
+        index = slots.to(buffer.device), slice(None), indices.to(buffer.device)
+        buffer[index] = states[0].transpose(0, 1).to(buffer.dtype)
 
 
 def attend(
     groups: Sequence[SegmentGroup], query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
 ) -> Tensor:
-    """Attention of (1, H, T, D) queries to what they see of a layer's buffers, as (1, T, H, Dv)."""
+    """Compute attention of (1, H, T, D) queries to a layer's buffers, as (1, T, H, Dv)."""
     if len(groups) == 1:
-        return _attend_alike(groups[0], query, keys, values, scoring)[None]
+        return _attend_group(groups[0], query, keys, values, scoring)[None]
     out = query.new_empty(query.shape[2], query.shape[1], values.shape[-1])
-    for alike in groups:
-        tokens = alike.tokens
-        out[tokens] = _attend_alike(alike, query[:, :, tokens], keys, values, scoring)
+    for group in groups:
+        tokens = group.tokens
+        out[tokens] = _attend_group(group, query[:, :, tokens], keys, values, scoring)
     return out[None]
 
 
-def _attend_alike(
-    alike: SegmentGroup, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
+def _attend_group(
+    group: SegmentGroup, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
 ) -> Tensor:
-    """Of the (1, H, n * L, D) queries of n rows, segment by segment, as (n * L, H, Dv)."""
-    view, (_, num_heads, total, width) = alike.view, query.shape
-    kv_heads, length = keys.shape[1], view.end - view.start
+    """Attend for the (1, H, n * L, D) queries of a group of n rows, as (n * L, H, Dv)."""
+    segment, (_, num_heads, total, width) = group.first, query.shape
+    kv_heads, length = keys.shape[1], segment.num_tokens
     folded, num_rows = num_heads // kv_heads, total // length
     if num_rows > 1:
         query = query.view(num_heads, num_rows, length, width).transpose(0, 1)
-    # Query heads of one key head become rows of it: no copy of the keys for grouped queries.
+    # Query heads of one key head become rows of it, so grouped queries need no copy of the keys.
     attended = _attend(
         query.reshape(num_rows, kv_heads, folded * length, width),
-        _part(_of_slots(keys, alike.slots), 2, 0, view.num_keys),
-        _part(_of_slots(values, alike.slots), 2, 0, view.num_keys),
-        view.mask(scoring.window, folded, query, scoring.chunk),
+        _part(_of_slots(keys, group.slots), 2, 0, segment.num_keys),
+        _part(_of_slots(values, group.slots), 2, 0, segment.num_keys),
+        segment.mask(scoring.window, folded, query, scoring.chunk),
         scoring,
     )
     by_token = attended.view(num_rows, kv_heads, folded, length, -1).permute(0, 3, 1, 2, 4)
-    # Contiguous, since models call `view` on what attention returns. Under autocast layers may hand
-    # over states of another dtype than their buffers have.
+    # Contiguous, since models call `view` on the result. Under autocast the states of a layer may
+    # have another dtype than its buffers.
     return by_token.reshape(total, num_heads, -1).to(query.dtype)
 
 
@@ -118,14 +123,17 @@ def _of_slots(buffer: Tensor, slots: slice | Tensor) -> Tensor:
 
 
 def _part(tensor: Tensor, axis: int, start: int, count: int) -> Tensor:
-    """Some of an axis; the fewer views, the better: each takes as long as a small operation."""
+    """Narrow an axis, unless it has `count` entries: a view takes as long as a small operation."""
     return tensor if tensor.shape[axis] == count else tensor.narrow(axis, start, count)
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    """Attention of (n, H_kv, R, D) queries on (n, H_kv, S, D) keys; by hand where SDPA cannot."""
+    """Attend with (n, H_kv, R, D) queries to (n, H_kv, S, D) keys.
+
+    SDPA has no softcap and no sinks; those are computed step by step.
+    """
     softcap, sinks = scoring.softcap, scoring.sinks
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
@@ -139,7 +147,7 @@ def _attend(
     if sinks is not None:
         kv_heads, num_rows = scores.shape[1:3]
         sinks = sinks.to(scores.dtype).view(kv_heads, -1)
-        own = sinks.repeat_interleave(num_rows // sinks.shape[1], dim=1)
-        scores = torch.cat([scores, own[..., None].expand(*scores.shape[:-1], 1)], dim=-1)
+        by_row = sinks.repeat_interleave(num_rows // sinks.shape[1], dim=1)
+        scores = torch.cat([scores, by_row[..., None].expand(*scores.shape[:-1], 1)], dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
     return weights[..., : key.shape[-2]] @ value

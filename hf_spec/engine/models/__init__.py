@@ -1,1 +1,1 @@
-"""What single model architectures need beyond the common forward pass."""
+"""Support for single architectures: positions, masks, states and caches that differ."""

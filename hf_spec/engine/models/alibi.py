@@ -1,11 +1,11 @@
-"""ALiBi for token trees on the models that compute it from a 2D padding mask.
+"""ALiBi (Press et al. 2021, arXiv 2108.12409) for token trees, on Bloom and Falcon.
 
-Bloom and Falcon build their position bias from the mask, which a 4D tree mask breaks. Softmax does
-not change when a constant is added per query, so slope * key position is all the bias needs, and
-true key positions make it right for trees, ragged rows and reused slots alike.
+These models compute their position bias from a 2D padding mask, which a 4D tree mask breaks. Adding
+a constant per query does not change a softmax, so the bias is slope * key position. With true key
+positions it holds for trees, ragged rows and reused slots.
 
-Where the model looks for its builder stands one that asks which positions the forward of its own
-thread has; without any it is the model's own. It goes when the last forward that needs it ends.
+The model's builder of the bias is replaced while any forward pass needs it. The replacement uses
+the key positions of the forward pass in its own thread, and calls the original without any.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.falcon import modeling_falcon
 
-# What the models call for their bias.
+# Name under which the models call the builder of their bias.
 NAME = "build_alibi_tensor"
 
 
 def uses_alibi(model: PreTrainedModel) -> bool:
-    """True for the architectures whose bias this module knows how to replace."""
+    """Return True for models whose bias this module replaces."""
     kind = model.config.model_type
     return kind == "bloom" or (kind == "falcon" and bool(model.config.alibi))
 
 
 class _Forward(threading.local):
-    """(B, S) int64, the true position of every key in the forward of this thread."""
+    """(B, S) int64 true positions of the keys in the forward pass of this thread."""
 
     key_positions: Tensor | None = None
 
 
 _forward = _Forward()
 _lock = threading.Lock()
-# Owners that hold our builder: what each had of its own, and how many forwards need ours.
-_in_place: dict[int, tuple[Any, int]] = {}
+# By id of the patched object: the attribute that it had itself, and how many forwards need ours.
+_patched: dict[int, tuple[Any, int]] = {}
 
 
 @contextmanager
 def tree_alibi(model: PreTrainedModel, key_positions: Tensor) -> Iterator[None]:
-    """Compute the model's ALiBi from (B, S) int64 key positions for the forward in the block."""
+    """Compute the model's ALiBi from (B, S) int64 key positions inside the block."""
     if not uses_alibi(model):
         yield
         return
 
     bloom = model.config.model_type == "bloom"
-    # Bloom asks a method of its decoder, Falcon a function of its module.
+    # Bloom calls a method of its decoder, Falcon a function of its module.
     owner: Any = model.transformer if bloom else modeling_falcon
     with _replaced(owner, lambda plain: _tree_builder(plain, rounds=not bloom)):
         before, _forward.key_positions = _forward.key_positions, key_positions
@@ -62,7 +62,7 @@ def tree_alibi(model: PreTrainedModel, key_positions: Tensor) -> Iterator[None]:
 
 
 def _tree_builder(plain: Callable[..., Tensor], rounds: bool) -> Callable[..., Tensor]:
-    """A builder of the bias; `rounds` says that the model's own multiplies in bfloat16."""
+    """Return a builder of the bias; `rounds` if the model's own multiplies in bfloat16."""
 
     def build(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
         key_positions = _forward.key_positions
@@ -71,7 +71,7 @@ def _tree_builder(plain: Callable[..., Tensor], rounds: bool) -> Callable[..., T
         # The bias of position 1 is the slope of each head.
         pair = key_positions.new_ones(1, 2)
         slopes = build_alibi_tensor(pair, num_heads, torch.float32)[:, 0, 1]
-        # bfloat16 rounds from position 256 on; the model's own tokens need that.
+        # bfloat16 rounds from position 256 on, and the model was trained with that.
         slopes = slopes.bfloat16() if rounds else slopes
         bias = slopes[None, :, None] * key_positions[:, None, :]
         return bias.reshape(-1, 1, key_positions.shape[1]).to(dtype)
@@ -81,20 +81,20 @@ def _tree_builder(plain: Callable[..., Tensor], rounds: bool) -> Callable[..., T
 
 @contextmanager
 def _replaced(owner: Any, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Put `make(plain)` in the place of the owner's builder while any block needs it."""
+    """Replace the owner's builder by `make(builder)` while any block needs it."""
     with _lock:
-        own, users = _in_place.get(id(owner), (vars(owner).get(NAME), 0))
+        original, users = _patched.get(id(owner), (vars(owner).get(NAME), 0))
         if not users:
             setattr(owner, NAME, make(getattr(owner, NAME)))
-        _in_place[id(owner)] = own, users + 1
+        _patched[id(owner)] = original, users + 1
     try:
         yield
     finally:
         with _lock:
-            own, users = _in_place.pop(id(owner))
+            original, users = _patched.pop(id(owner))
             if users > 1:
-                _in_place[id(owner)] = own, users - 1
-            elif own is None:
+                _patched[id(owner)] = original, users - 1
+            elif original is None:
                 delattr(owner, NAME)
             else:
-                setattr(owner, NAME, own)
+                setattr(owner, NAME, original)

@@ -1,10 +1,10 @@
-"""Positions of tree tokens for models that take none and count stored tokens instead.
+"""Positions of tree tokens for models that take no `position_ids` and count cached tokens instead.
 
-Decoders of the BART family look up their positions in a table of their own, which is told how many
-tokens came before. In a tree that does not say where a token stands. So while a generation runs,
-the tables ask which positions the forward of their thread has; without any they count as ever.
+Decoders of the BART family look positions up in a table of their own, which is given the number of
+cached tokens. In a tree that number is not the position of a token. During a generation the tables
+use the position ids of the forward pass that runs in their thread; outside of one they count.
 
-Counting like that takes padding for tokens. Rows are told the same here: `padding_of`.
+Counting treats padding as tokens. `padding_of` shifts the position ids in the same way.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.common.compat import CACHE_LENGTH_NAMES
-from hf_spec.engine.fast.forward_overrides import ForwardOverrides
+from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 
 
 def tables_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The tables of a model that takes no positions; none if it takes some, or if it has none."""
+    """Return the position tables of a model; none if it takes position ids."""
     if {"position_ids", "decoder_position_ids"} & set(inspect.signature(model.forward).parameters):
         return []
     return [
         module
         for module in model.modules()
         if isinstance(module, nn.Embedding)
-        # Of the class: while a generation runs, the module has another one.
+        # The signature of the class: during a generation the module's own forward is replaced.
         and _counts_or_takes_positions(inspect.signature(type(module).forward).parameters)
     ]
 
@@ -41,24 +41,24 @@ def _counts_or_takes_positions(parameters: Collection[str]) -> bool:
 
 
 def padding_of(model: PreTrainedModel, attention_mask: Tensor) -> list[int]:
-    """Per row of a (B, L) mask how many padding tokens the model takes for tokens."""
+    """Return per row of a (B, L) mask the number of padding tokens that the model counts."""
     counts = bool(tables_of(model))
     return (attention_mask == 0).sum(dim=1).tolist() if counts else [0] * len(attention_mask)
 
 
 class _Forward(threading.local):
-    """(B, T) int64, the positions of the forward of this thread."""
+    """(B, T) int64 position ids of the forward pass of this thread."""
 
     positions: Tensor | None = None
 
 
 _forward = _Forward()
-# Of tables whose models are active.
-_forwards = ForwardOverrides()
+# Overrides of the tables of active models.
+_overrides = ForwardOverrides()
 
 
 class _Lookup:
-    """The forward of a table: at the positions of the forward that runs in this thread."""
+    """Forward of a table that uses the position ids of this thread's forward pass."""
 
     def __init__(self, table: nn.Module):
         self.plain = table.forward
@@ -67,19 +67,21 @@ class _Lookup:
         positions = _forward.positions
         if positions is None:
             return self.plain(*args, **kwargs)
-        # Some put a dimension in front; the values are those of one line in all of them.
-        found = self.plain(args[0], position_ids=positions.flatten())
-        return found.view(*positions.shape, -1)
+        # Some tables add a leading dimension; all return one line of embeddings.
+        embeddings = self.plain(args[0], position_ids=positions.flatten())
+        return embeddings.view(*positions.shape, -1)
 
 
 def active(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Let the tables of a model ask for positions."""
-    return _forwards.lent(tables_of(model), lambda fresh: {one: _Lookup(one) for one in fresh})
+    """Let the tables of a model use explicit position ids."""
+    return _overrides.install(
+        tables_of(model), lambda tables: {table: _Lookup(table) for table in tables}
+    )
 
 
 @contextmanager
-def told(positions: Tensor) -> Iterator[None]:
-    """Run one forward of an active model at (B, T) int64 positions."""
+def position_ids(positions: Tensor) -> Iterator[None]:
+    """Run one forward pass of an active model at (B, T) int64 position ids."""
     before, _forward.positions = _forward.positions, positions
     try:
         yield

@@ -1,8 +1,8 @@
-"""A recurrent mixer by itself: how it is recognised, the states of its rows, one call of it.
+"""Recurrent mixers: which modules they are, the states of their rows, and a call of one mixer.
 
-A *mixer* is a module of transformers that keeps a state of a sequence instead of keys and values:
-linear attention, a state-space model or a short convolution. Which tokens it is called with is the
-matter of `hf_spec.engine.models.recurrent_state`.
+A *mixer* is a module of transformers that caches a state of a sequence instead of keys and values:
+linear attention, a state-space model or a short convolution. `recurrent_state` decides which tokens
+it is called with.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from hf_spec.backend.device.transfer import send
 from hf_spec.common.compat import cache_parameter
 from hf_spec.engine.forward.model_cache import cached_per_model
 
-# Of R sequences: the convolution's (R, channels, width), and of all but bare convolutions the
-# recurrence's (R, ...).
+# State of R sequences: (R, channels, width) of the convolution and, except for bare convolutions,
+# (R, ...) of the recurrence.
 State = list[Tensor]
 
-# A state by the batch of states that it is in and its place there.
+# Reference to a state: the number of its batch, and its index there.
 Start = tuple[int, int]
-# The batch of the rows' own states. Those at the ends of paths are numbered from 0.
+# Number of the batch with the rows' committed states. Batches at the ends of paths count from 0.
 COMMITTED = -1
-# Kinds of layers by what they keep: a state (in the last one beside keys and values), or nothing.
+# Kinds of layers that cache a state ("hybrid": beside keys and values), and that cache nothing.
 RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid")
 PASTLESS_LAYERS = ("moe", "mlp")
 
 
 def _writes_state(module: nn.Module) -> bool:
-    """Whether a module writes a state into the cache; read in its code."""
+    """Return True if a module writes a state into the cache, by its source code."""
     kind: Any = type(module)
     return _class_writes_state(kind)
 
@@ -51,7 +51,7 @@ def _class_writes_state(kind: Any) -> bool:
 
 
 def _cache_name(module: nn.Module) -> str | None:
-    """The name under which a module takes the cache, if it is called as mixers are."""
+    """Return the name of a module's cache argument; None if it is not called like a mixer."""
     forward: Any = type(module).forward
     if not {"hidden_states", "attention_mask"} <= set(inspect.signature(forward).parameters):
         return None
@@ -59,27 +59,27 @@ def _cache_name(module: nn.Module) -> str | None:
 
 
 def stateful_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that keep a state in its cache."""
+    """Return the modules of a model that have a state in its cache."""
     return [m for m in model.modules() if hasattr(m, "layer_idx") and _writes_state(m)]
 
 
 def mixers_of(model: nn.Module) -> list[nn.Module]:
-    """Those of them that are called as mixers are: with hidden states, the cache and a mask."""
+    """Return the stateful modules that are called with hidden states, the cache and a mask."""
     return [module for module in stateful_modules(model) if _cache_name(module) is not None]
 
 
 def num_recurrent_layers(config: PreTrainedConfig) -> int:
-    """How many layers of a text model keep a state."""
+    """Return the number of layers of a text model that cache a state."""
     return sum(map(_kinds(config).count, RECURRENT_LAYERS))
 
 
 def recurrent_share(config: PreTrainedConfig) -> float:
-    """Share of the layers of a text model that keep a state."""
+    """Return the share of a text model's layers that cache a state."""
     return num_recurrent_layers(config) / config.num_hidden_layers
 
 
 def num_attention_layers(config: PreTrainedConfig) -> int:
-    """How many layers of a text model attend."""
+    """Return the number of attention layers of a text model."""
     kinds = _kinds(config)
     others = sum(map(kinds.count, PASTLESS_LAYERS)) - kinds.count("hybrid")
     return config.num_hidden_layers - num_recurrent_layers(config) - others
@@ -90,22 +90,24 @@ def _kinds(config: PreTrainedConfig) -> list[str]:
 
 
 def resumes(model: PreTrainedModel) -> bool:
-    """Whether all mixers go on from a state with several tokens at once.
+    """Return True if all mixers can continue from a state with several tokens at once.
 
-    The scan of Mamba-1 in transformers (5.23) begins at zero wherever it is called with more than
-    one token. Tried out once per model.
+    The scan of Mamba-1 in transformers (5.23) starts from zero when it is called with more than
+    one token. Tested once per model.
     """
     return all(mixer_resumes(model, mixer) for mixer in mixers_of(model))
 
 
 def mixer_resumes(model: PreTrainedModel, mixer: nn.Module) -> bool:
-    """The same of one mixer."""
-    return cached_per_model(model, ("resumes", type(mixer)), lambda: _heeds_state(model, mixer))
+    """Return True if one mixer can continue from a state with several tokens at once."""
+    return cached_per_model(
+        model, ("resumes", type(mixer)), lambda: _depends_on_state(model, mixer)
+    )
 
 
 @torch.no_grad()
-def _heeds_state(model: PreTrainedModel, module: nn.Module) -> bool:
-    """Whether the state that a call of two tokens is given makes a difference to it."""
+def _depends_on_state(model: PreTrainedModel, module: nn.Module) -> bool:
+    """Return True if the result for two tokens depends on the state before them."""
     mixer = Mixer(module, num_rows=1, resumes=True)
     width = model.config.get_text_config().hidden_size
     inputs = torch.ones(1, 2, width, dtype=model.dtype, device=execution_device(module))
@@ -117,35 +119,35 @@ def _heeds_state(model: PreTrainedModel, module: nn.Module) -> bool:
     return not (torch.equal(zeros, ones) and torch.equal(after_zeros[-1], after_ones[-1]))
 
 
-class Places:
-    """Indices, for all mixers on a device sent there once."""
+class Indices:
+    """Indices that are copied once to each device that has mixers."""
 
-    def __init__(self, places: Sequence[int] | Sequence[Sequence[int]]):
-        self._host = torch.tensor(places, dtype=torch.long)
+    def __init__(self, indices: Sequence[int] | Sequence[Sequence[int]]):
+        self._host = torch.tensor(indices, dtype=torch.long)
         self._sent: dict[torch.device, Tensor] = {}
         self.count = self._host.numel()
 
     def of(self, other: Tensor) -> Tensor:
-        """The indices where another tensor is."""
+        """Return the indices on the device of another tensor."""
         if other.device not in self._sent:
             self._sent[other.device] = send([self._host], other.device)[0]
         return self._sent[other.device]
 
 
 @dataclass(frozen=True)
-class Call:
-    """R stretches of T tokens for one call of every mixer.
+class MixerCall:
+    """R runs of T tokens for one call of every mixer.
 
     Attributes:
-        rows: (R,) the row of each stretch.
-        starts: the states that they begin from; None where those are the rows' own.
-        index: (R, T) where the inputs are among those given.
-        fresh: whether no row has a state yet.
+        rows: (R,) row of each run.
+        starts: states before the runs; None if all are the rows' committed states.
+        index: (R, T) indices of the inputs.
+        fresh: True if no row has a state yet.
     """
 
-    rows: Places
+    rows: Indices
     starts: list[Start] | None
-    index: Places
+    index: Indices
     fresh: bool
 
     @classmethod
@@ -155,40 +157,40 @@ class Call:
         starts: Sequence[Start | None],
         index: Sequence[Sequence[int]],
         begun: set[int],
-    ) -> Call:
-        """From the rows that have a state, and starts that are None for the row's own."""
-        known = [start or (COMMITTED, row) for row, start in zip(rows, starts, strict=True)]
+    ) -> MixerCall:
+        """Build a call; a start of None is the committed state, and rows in `begun` have one."""
+        resolved = [start or (COMMITTED, row) for row, start in zip(rows, starts, strict=True)]
         return cls(
-            Places(rows),
-            known if any(starts) else None,
-            Places(index),
+            Indices(rows),
+            resolved if any(starts) else None,
+            Indices(index),
             fresh=not any(starts) and begun.isdisjoint(rows),
         )
 
 
 @dataclass(frozen=True)
-class Step:
-    """One forward, as every mixer sees it.
+class MixerStep:
+    """Calls of every mixer in one forward pass.
 
     Attributes:
-        pending: stretches of the tokens that are committed; (R, T) places among the tokens.
-        paths: paths of nodes; (R, T) places among the inputs kept in the round.
-        nodes: (n,) where the nodes are among the tokens.
-        found: (n,) where among the R * T outputs of `paths` that of each node is.
-        batch: number of the states at the ends of the paths; None if they are not kept.
-        used: the batches of states that are still needed.
+        pending: runs of pending tokens; indices into the tokens of the pass.
+        paths: paths of nodes; indices into the node inputs collected in the round.
+        nodes: (n,) indices of the nodes among the tokens.
+        outputs: (n,) index of each node among the R * T outputs of `paths`.
+        batch: number of the batch of states at the ends of the paths; None to drop them.
+        used: numbers of the batches that are still needed.
     """
 
-    pending: list[Call]
-    paths: Call | None
-    nodes: Places
-    found: Places
+    pending: list[MixerCall]
+    paths: MixerCall | None
+    nodes: Indices
+    outputs: Indices
     batch: int | None
     used: set[int]
 
 
 class Mixer:
-    """One module, the states of its rows, and what came in at the nodes of the round."""
+    """One module, the states of its rows, and its inputs at the nodes of the round."""
 
     def __init__(self, module: nn.Module, num_rows: int, resumes: bool):
         self.module = module
@@ -199,86 +201,85 @@ class Mixer:
         self._cache_name = _cache_name(module) or ""
         self._inputs: Tensor | None = None
 
-    def forward(self, hidden_states: Tensor, step: Step) -> Tensor:
-        """The outputs for (B, T, width) hidden states; zeros where the step has no token."""
+    def forward(self, hidden_states: Tensor, step: MixerStep) -> Tensor:
+        """Return the outputs for (B, T, width) hidden states; zeros where the step has no token."""
         tokens = hidden_states.flatten(0, 1)
         outputs = torch.zeros_like(tokens)
         for call in step.pending:
-            found, state = self._call(tokens, call)
-            outputs[call.index.of(tokens)] = found
+            outputs[call.index.of(tokens)], state = self._call(tokens, call)
             self._commit(call.rows, state)
         if step.paths is not None:
-            places = step.nodes.of(tokens)
-            new = tokens[places]
+            nodes = step.nodes.of(tokens)
+            new = tokens[nodes]
             self._inputs = new if self._inputs is None else torch.cat([self._inputs, new])
-            found, state = self._call(self._inputs, step.paths)
-            outputs[places] = found.flatten(0, 1)[step.found.of(tokens)]
-            self.states = {n: kept for n, kept in self.states.items() if n in step.used}
+            path_outputs, state = self._call(self._inputs, step.paths)
+            outputs[nodes] = path_outputs.flatten(0, 1)[step.outputs.of(tokens)]
+            self.states = {n: states for n, states in self.states.items() if n in step.used}
             if step.batch is not None:
                 self.states[step.batch] = state
         return outputs.view_as(hidden_states)
 
-    def replay(self, call: Call) -> None:
-        """Commit the state after a path of nodes; without tokens, the one that it begins from."""
+    def replay(self, call: MixerCall) -> None:
+        """Commit the state after a path of nodes, or its start if the path has no tokens."""
         assert self._inputs is not None, "nodes are kept after they have run"
-        known = call.index.count == 0
-        state = self._gather(call) if known else self._call(self._inputs, call)[1]
+        is_empty = call.index.count == 0
+        state = self._gather(call) if is_empty else self._call(self._inputs, call)[1]
         self._commit(call.rows, state)
 
     def end_round(self) -> None:
-        """Forget what came in at the nodes, and the states after them."""
+        """Drop the inputs at the nodes, and the states after them."""
         self._inputs = None
         self.states = {COMMITTED: self.states[COMMITTED]} if COMMITTED in self.states else {}
 
     def restart(self, row: int) -> None:
-        """Begin a sequence: a state of zeros is that of no token."""
+        """Begin a sequence: the state before the first token is zero."""
         for part in self.states.get(COMMITTED, ()):
             part[row] = 0
 
-    def _call(self, inputs: Tensor, call: Call) -> tuple[Tensor, State]:
+    def _call(self, inputs: Tensor, call: MixerCall) -> tuple[Tensor, State]:
         return self.run(inputs[call.index.of(inputs)], None if call.fresh else self._gather(call))
 
-    def _gather(self, call: Call) -> State:
+    def _gather(self, call: MixerCall) -> State:
         if call.starts is None:
             return [part[call.rows.of(part)] for part in self.states[COMMITTED]]
-        chosen = [[part[place] for part in self.states[batch]] for batch, place in call.starts]
-        return [torch.stack(parts) for parts in zip(*chosen, strict=True)]
+        starts = [[part[index] for part in self.states[batch]] for batch, index in call.starts]
+        return [torch.stack(parts) for parts in zip(*starts, strict=True)]
 
-    def _commit(self, rows: Places, state: State) -> None:
+    def _commit(self, rows: Indices, state: State) -> None:
         if COMMITTED not in self.states:
             shapes = ((self._num_rows, *part.shape[1:]) for part in state)
             self.states[COMMITTED] = [p.new_zeros(s) for p, s in zip(state, shapes, strict=True)]
-        for mine, part in zip(self.states[COMMITTED], state, strict=True):
-            mine[rows.of(mine)] = part
+        for committed, part in zip(self.states[COMMITTED], state, strict=True):
+            committed[rows.of(committed)] = part
 
     def run(self, inputs: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Outputs for (R, T, width) inputs from a state, and the state after them.
+        """Return the outputs for (R, T, width) inputs after a state, and the state after them.
 
-        The mixer gets a cache of transformers' own, which holds copies: some kernels write into the
-        state that they are given.
+        The mixer gets a cache of transformers with copies, since some kernels write into the state
+        that they read.
         """
         layer = LinearAttentionLayer()
-        kept = Cache(layers=[layer] * (self.index + 1))
+        cache = Cache(layers=[layer] * (self.index + 1))
         if state is not None:
-            kept.update_conv_state(state[0], self.index)
+            cache.update_conv_state(state[0], self.index)
             for part in state[1:]:
-                kept.update_recurrent_state(part, self.index)
-        # A scan that begins at zero is right where nothing came before.
+                cache.update_recurrent_state(part, self.index)
+        # A scan that starts from zero is right for the first tokens of a sequence.
         parts = [inputs] if self._resumes or state is None else inputs.split(1, dim=1)
         plain: Any = self.module.forward
         plain = getattr(plain, "plain", plain)
-        outputs = torch.cat([plain(p, **{self._cache_name: kept}) for p in parts], dim=1)
+        outputs = torch.cat([plain(p, **{self._cache_name: cache}) for p in parts], dim=1)
         after = (layer.conv_states[0], layer.recurrent_states[0])
         return outputs, [part for part in after if part is not None]
 
-    def load(self, kept: Any) -> None:
-        """Take the states of all rows from the layer of a cache."""
-        after = (kept.conv_states[0], kept.recurrent_states[0])
+    def load(self, layer: Any) -> None:
+        """Copy the states of all rows from the layer of a cache."""
+        after = (layer.conv_states[0], layer.recurrent_states[0])
         self.states = {COMMITTED: [part.clone() for part in after if part is not None]}
 
-    def export(self, kept: Cache) -> None:
+    def export(self, cache: Cache) -> None:
         """Write the states of all rows into a new cache."""
         parts = self.states[COMMITTED]
-        kept.update_conv_state(parts[0], self.index)
+        cache.update_conv_state(parts[0], self.index)
         for part in parts[1:]:
-            kept.update_recurrent_state(part, self.index)
+            cache.update_recurrent_state(part, self.index)

@@ -1,18 +1,17 @@
-"""Rounds of recurrent mixers, whose state cannot be taken back to an earlier token.
+"""Rounds of recurrent mixers, whose state cannot be rolled back to an earlier token.
 
-A draft branches, and most of it is rejected. So a mixer (see
-`hf_spec.engine.models.recurrent_layers`) is called in another way than its model calls it; all
-other modules run as ever, and attention beside it stays packed.
+A draft branches, and most of it is rejected. The mixers (see `recurrent_layers`) of a model are
+therefore called row by row and path by path. All other modules run as usual, attention packed.
 
-- Pending tokens run from the row's state, and the state after them is committed.
-- Nodes run as paths from the root down to the leaves, on a copy of the state. Shorter paths are
-  padded on the right, and all rows share a call. What comes in at the nodes is kept for the round.
-- `keep` runs what came in at the accepted nodes once more and commits the state after them (mixer
-  replay): one call of the mixer alone, no attention, no MLP. It begins at the last accepted node
-  whose state is there, so that a chain that was accepted whole takes no call.
+- Pending tokens run from the row's committed state, and the state after them is committed.
+- Nodes run as paths from the root to the leaves, on a copy of the state. Shorter paths are padded
+  on the right, and all rows share a call. The mixer's inputs at the nodes are stored in the round.
+- `keep` runs the inputs at the accepted nodes again and commits the state after them (mixer
+  replay): one call of the mixer alone, without attention and MLP. It starts from the last accepted
+  node whose state is stored, so a chain that is accepted completely needs no call.
 
-A state per node would make the second call needless, and takes much memory: 24 delta nets of 32
-heads of 128 x 128 have 48 MiB of it, in float32.
+A state per node would save the replay, but takes much memory: 24 delta nets of 32 heads of 128 x
+128 have a state of 48 MiB in float32.
 """
 
 from __future__ import annotations
@@ -28,38 +27,38 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_spec.engine.fast.forward_overrides import ForwardOverrides
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 from hf_spec.engine.forward.packing import PackedInputs, RectangularInputs
 from hf_spec.engine.forward.row_batch import RowWork
 from hf_spec.engine.models.recurrent_layers import (
     COMMITTED,
-    Call,
+    Indices,
     Mixer,
-    Places,
+    MixerCall,
+    MixerStep,
     Start,
-    Step,
     mixer_resumes,
     mixers_of,
 )
 
-# Most paths per row whose last states are kept: each is as large as the row's own.
+# Most paths per row whose last states are stored; each is as large as the committed state.
 MAX_ENDS = 4
 
 
 class _Running(threading.local):
-    """Whose forward runs in this thread."""
+    """The mixers whose model runs a forward pass in this thread."""
 
     mixers: RecurrentMixers | None = None
 
 
 _running = _Running()
-# Of mixers whose models are active.
-_forwards = ForwardOverrides()
+# Overrides of the mixers of active models.
+_overrides = ForwardOverrides()
 
 
 class _Forward:
-    """The forward of a mixer: for the generation that runs in this thread, or `plain`."""
+    """Forward of a mixer: that of the generation in this thread, or `plain` without one."""
 
     def __init__(self, module: nn.Module):
         self.plain = module.forward
@@ -74,17 +73,17 @@ class _Forward:
 
 @dataclass
 class _Round:
-    """What all mixers have in common between two calls of `keep`.
+    """Bookkeeping shared by all mixers between two calls of `keep`.
 
-    A node is a row and an offset from its root.
+    A node is given by its row and its offset from the root.
 
     Attributes:
-        places: of each node that has run, its place among the inputs kept.
-        ends: of nodes at the end of a path, the state after them.
-        num_batches: batches of such states so far.
+        inputs: node that has run -> index among the stored inputs.
+        ends: node at the end of a path -> the state after it.
+        num_batches: number of batches of such states so far.
     """
 
-    places: dict[tuple[int, int], int] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], int] = field(default_factory=dict)
     ends: dict[tuple[int, int], Start] = field(default_factory=dict)
     num_batches: int = 0
 
@@ -93,23 +92,27 @@ class RecurrentMixers:
     """All mixers of one model and the states of B rows."""
 
     def __init__(self, model: PreTrainedModel, num_rows: int):
-        found = mixers_of(model)
-        self._mixers = {id(m): Mixer(m, num_rows, mixer_resumes(model, m)) for m in found}
-        # Rows that have a state.
+        self._mixers = {
+            id(module): Mixer(module, num_rows, mixer_resumes(model, module))
+            for module in mixers_of(model)
+        }
+        # Rows with a committed state.
         self._begun: set[int] = set()
         self._round = _Round()
-        self._step: Step | None = None
+        self._step: MixerStep | None = None
 
     def active(self) -> AbstractContextManager[None]:
-        """Let the mixers of the model ask which generation they run for."""
+        """Let the mixers of the model run for the generation in their thread."""
         modules = [mixer.module for mixer in self._mixers.values()]
-        return _forwards.lent(modules, lambda fresh: {one: _Forward(one) for one in fresh})
+        return _overrides.install(
+            modules, lambda modules: {module: _Forward(module) for module in modules}
+        )
 
     @contextmanager
     def running(
         self, work: Sequence[RowWork], tree: DraftTree, inputs: PackedInputs | RectangularInputs
     ) -> Iterator[None]:
-        """Call the mixers by row, for one forward of the model in this thread."""
+        """MixerCall the mixers by row, for one forward pass of the model in this thread."""
         self._step = self._plan(work, tree, inputs)
         before, _running.mixers = _running.mixers, self
         try:
@@ -119,23 +122,23 @@ class RecurrentMixers:
         self._begun.update(w.row for w in work if w.pending)
 
     def forward(self, key: int, hidden_states: Tensor) -> Tensor:
-        """What the module with this id gives in the forward that is running."""
+        """Return the output of the mixer with this module id in the current forward pass."""
         assert self._step is not None, "mixers run inside `running`"
         return self._mixers[key].forward(hidden_states, self._step)
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
-        """Commit the states after these nodes: per row offsets from its root, which comes first."""
+        """Commit the states after these paths: row -> offsets from its root, the root first."""
         by_length: dict[int, list[tuple[int, Start | None, list[int]]]] = defaultdict(list)
         for row, path in paths.items():
-            known = [i for i, offset in enumerate(path) if (row, offset) in self._round.ends]
-            done = known[-1] + 1 if known else 0
+            stored = [i for i, offset in enumerate(path) if (row, offset) in self._round.ends]
+            done = stored[-1] + 1 if stored else 0
             start = self._round.ends[row, path[done - 1]] if done else None
-            places = [self._round.places[row, offset] for offset in path[done:]]
+            inputs = [self._round.inputs[row, offset] for offset in path[done:]]
             if path:
-                by_length[len(places)].append((row, start, places))
-        for same in by_length.values():
-            rows, starts = [row for row, _, _ in same], [start for _, start, _ in same]
-            call = Call.of(rows, starts, [places for _, _, places in same], self._begun)
+                by_length[len(inputs)].append((row, start, inputs))
+        for group in by_length.values():
+            rows, starts = [row for row, _, _ in group], [start for _, start, _ in group]
+            call = MixerCall.of(rows, starts, [inputs for _, _, inputs in group], self._begun)
             for mixer in self._mixers.values():
                 mixer.replay(call)
             self._begun.update(rows)
@@ -144,7 +147,7 @@ class RecurrentMixers:
         self._round = _Round()
 
     def restart(self, row: int) -> None:
-        """Forget the state of `row`: a new sequence begins there."""
+        """Drop the state of `row`, for a new sequence."""
         self._begun.discard(row)
         for mixer in self._mixers.values():
             mixer.restart(row)
@@ -162,86 +165,88 @@ class RecurrentMixers:
 
     def _plan(
         self, work: Sequence[RowWork], tree: DraftTree, inputs: PackedInputs | RectangularInputs
-    ) -> Step:
+    ) -> MixerStep:
         groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
         for w in work:
             if w.pending:
                 groups[len(w.pending), w.row in self._begun].append(w.row)
         pending = [
-            Call.of(rows, [None] * len(rows), [inputs.pending[row] for row in rows], self._begun)
+            MixerCall.of(
+                rows, [None] * len(rows), [inputs.pending[row] for row in rows], self._begun
+            )
             for rows in groups.values()
         ]
         with_nodes = [w for w in work if w.nodes]
-        nodes = Places(inputs.nodes)
+        nodes = Indices(inputs.nodes)
         if not with_nodes:
-            return Step(pending, None, nodes, nodes, None, {COMMITTED})
+            return MixerStep(pending, None, nodes, nodes, None, {COMMITTED})
         return self._plan_paths(with_nodes, tree, pending, nodes)
 
     def _plan_paths(
-        self, work: Sequence[RowWork], tree: DraftTree, pending: list[Call], nodes: Places
-    ) -> Step:
-        this = self._round
+        self, work: Sequence[RowWork], tree: DraftTree, pending: list[MixerCall], nodes: Indices
+    ) -> MixerStep:
+        inputs, ends = self._round.inputs, self._round.ends
         new = [(w.row, offset) for w in work for offset in w.offsets]
-        this.places.update(zip(new, count(len(this.places)), strict=False))
-        paths = [path for w in work for path in _paths(w, tree, this.ends)]
+        inputs.update(zip(new, count(len(inputs)), strict=False))
+        paths = [path for w in work for path in _paths(w, tree, ends)]
         rows = [row for row, _ in paths]
-        starts = [this.ends.get((row, _parent(tree, row, path[0]))) for row, path in paths]
+        starts = [ends.get((row, _parent(tree, row, path[0]))) for row, path in paths]
         length = max(len(path) for _, path in paths)
-        index, found = [], {}
+        index, outputs = [], {}
         for number, (row, path) in enumerate(paths):
-            places = [this.places[row, offset] for offset in path]
-            # What a call says of padding, nobody reads.
-            index.append(places + places[-1:] * (length - len(path)))
-            found.update({(row, o): number * length + i for i, o in enumerate(path)})
+            path_inputs = [inputs[row, offset] for offset in path]
+            # The outputs of the padding are not used.
+            index.append(path_inputs + path_inputs[-1:] * (length - len(path)))
+            outputs.update({(row, o): number * length + i for i, o in enumerate(path)})
         begun = self._begun | {w.row for w in work if w.pending}
-        return Step(
+        return MixerStep(
             pending,
-            Call.of(rows, starts, index, begun),
+            MixerCall.of(rows, starts, index, begun),
             nodes,
-            Places([found[node] for node in new]),
-            self._keep_ends(paths, len(work), length),
-            {COMMITTED, *(batch for batch, _ in this.ends.values())},
+            Indices([outputs[node] for node in new]),
+            self._store_ends(paths, len(work), length),
+            {COMMITTED, *(batch for batch, _ in ends.values())},
         )
 
-    def _keep_ends(
+    def _store_ends(
         self, paths: Sequence[tuple[int, list[int]]], num_rows: int, length: int
     ) -> int | None:
-        """Note which states at the ends of paths are kept, and those of which batch.
+        """Record the states at the ends of the paths; return their batch, or None to drop them.
 
-        Of chains that grow forward by forward all are, of trees those of the newest forward.
+        Chains that grow level by level keep those of every forward pass, trees of the latest one.
         """
-        this = self._round
+        current = self._round
         if len(paths) > num_rows:
-            this.ends.clear()
+            current.ends.clear()
         if len(paths) > MAX_ENDS * num_rows:
             return None
-        batch = this.num_batches
-        this.num_batches += 1
-        this.ends.update(
+        batch = current.num_batches
+        current.num_batches += 1
+        current.ends.update(
             ((row, path[-1]), (batch, number))
             for number, (row, path) in enumerate(paths)
-            # After padding it is another state.
+            # The state of a shorter path is the one after its padding.
             if len(path) == length
         )
         return batch
 
 
 def _parent(tree: DraftTree, row: int, offset: int) -> int:
-    """Offset of the parent of a node; negative for a root."""
+    """Return the offset of a node's parent; negative for a root."""
     start = tree.row_start[row]
     return tree.parent[start + offset] - start
 
 
 def _paths(
-    work: RowWork, tree: DraftTree, known: Mapping[tuple[int, int], Start]
+    work: RowWork, tree: DraftTree, ends: Mapping[tuple[int, int], Start]
 ) -> Iterator[tuple[int, list[int]]]:
-    """The row and the offsets of every path to a new leaf, from after the last known state on."""
+    """Yield (row, offsets) of the path to every new leaf, from after the last stored state."""
     parents = {offset: _parent(tree, work.row, offset) for offset in work.offsets}
     inner = set(parents.values())
     for leaf in parents:
         if leaf in inner:
             continue
         path = [leaf]
-        while (above := _parent(tree, work.row, path[-1])) >= 0 and (work.row, above) not in known:
+        while (above := _parent(tree, work.row, path[-1])) >= 0 and (work.row, above) not in ends:
             path.append(above)
         yield work.row, path[::-1]

@@ -1,4 +1,4 @@
-"""Refusals of models: what no strategy can decode exactly, said before the first forward pass."""
+"""Checks for models that no strategy can decode exactly; they raise before any forward pass."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from hf_spec.common.compat import cache_parameter, unknown_cache_parameter, vers
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.forward.tree_attention import takes_packed
 from hf_spec.engine.models.alibi import uses_alibi
-from hf_spec.engine.models.cross_attention import (
-    ENCODER_DECODERS,
-    takes_positions,
-)
+from hf_spec.engine.models.cross_attention import ENCODER_DECODERS, takes_positions
 from hf_spec.engine.models.internal_positions import tables_of
 from hf_spec.engine.models.recurrent_layers import (
     PASTLESS_LAYERS,
@@ -25,8 +22,8 @@ from hf_spec.engine.models.recurrent_layers import (
     stateful_modules,
 )
 
-# Layers whose past can be taken back: keys and values, the state of a mixer, or nothing at all.
-SERVED_LAYERS = {
+# Layers whose cache can be rolled back: keys and values, the state of a mixer, or none.
+SUPPORTED_LAYERS = {
     "full_attention",
     "sliding_attention",
     "chunked_attention",
@@ -34,38 +31,38 @@ SERVED_LAYERS = {
     *PASTLESS_LAYERS,
 }
 
-# Architectures whose attention needs more than keys, values and a mask of visible tokens.
-UNSERVED = {
-    "doge": "its mask weighs keys by their values, which a draft tree cannot carry",
-    "kosmos_2_5_text_model": "plain generate() has it count positions from its padding token on",
+# Architectures whose attention needs more than keys, values and a mask of visible tokens -> why.
+UNSUPPORTED = {
+    "doge": "its mask weighs keys by their values, which a tree mask cannot express",
+    "kosmos_2_5_text_model": "plain generate() counts its positions from the padding token on",
     "mllama_text_model": "its cross-attention layers read images, not keys of its tokens",
-    "roformer": "all rows of a batch share the angles of their positions",
+    "roformer": "all rows of a batch share one set of position angles",
     "hrm_text": "its layers run several times per token, each time with other keys and values",
-    "moshi": "its tokens stand for text and sound at once",
+    "moshi": "its tokens encode text and audio at once",
 }
 
-# What the rectangular path can be shown a tree by; None stands for a class's own.
+# Attention implementations that take a tree mask; None is the default of a model class.
 MASKED_ATTENTION = (None, "eager", "sdpa")
 
 
 def check_model(model: object) -> None:
-    """Refuse models whose state cannot be rolled back token by token (`UnsupportedError`)."""
+    """Raise `UnsupportedError` for a model whose cache cannot be rolled back token by token."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{type(model).__name__} is not a transformers PreTrainedModel")
     name = type(model).__name__
     if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
         raise UnsupportedError(
-            f"{name} is an encoder-decoder; hf_spec serves Whisper, which can be told where the "
-            "branches of a draft tree stand, and decoder-only models"
+            f"{name} is an encoder-decoder; hf_spec supports Whisper, which takes the positions of "
+            "draft branches, and decoder-only models"
         )
     config = model.config.get_text_config()
-    # These choose what a token sees, and calls are checked for where they begin to leave some out.
+    # Indexed layers select the keys of a token; calls are checked for lengths where they drop some.
     indexed = {"indexed_attention"} if hasattr(config, "index_topk") else set()
-    odd = sorted(set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS - indexed)
+    odd = sorted(set(getattr(config, "layer_types", None) or []) - SUPPORTED_LAYERS - indexed)
     if odd or not _has_known_states(model):
-        detail = f"layers of type {', '.join(odd)}" if odd else "a recurrent state of its own kind"
+        detail = f"layers of type {', '.join(odd)}" if odd else "an unknown recurrent state"
         raise UnsupportedError(
-            f"{name} has {detail}, which cannot take a rejected token back; "
+            f"{name} has {detail}, which cannot be rolled back after a rejected token; "
             "generate without spec_strategy"
         )
     if not model.can_generate():
@@ -77,29 +74,30 @@ def check_model(model: object) -> None:
     check_sharding(model)
     if tensor_parallel_size(model) > 1 and mixers_of(model):
         raise UnsupportedError(
-            f"{name} has recurrent layers, which are served in one process; load it without tp_plan"
+            f"{name} has recurrent layers, which are supported in one process only; load it "
+            "without tp_plan"
         )
     owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
         raise UnsupportedError(
             "prompt-learning adapters put virtual tokens before every input, which spec_strategy "
-            "cannot carry; use LoRA or another adapter that changes weights"
+            "does not support; use LoRA or another adapter that changes weights"
         )
-    chosen = model.config._attn_implementation
-    if not takes_packed(model) and chosen not in MASKED_ATTENTION:
+    attention = model.config._attn_implementation
+    if not takes_packed(model) and attention not in MASKED_ATTENTION:
         raise UnsupportedError(
-            f"attn_implementation={chosen!r} takes no mask of a draft tree, {name} no attention "
-            "function in its place; load it with attn_implementation='sdpa'"
+            f"attn_implementation={attention!r} takes no tree mask, and {name} has no attention "
+            "interface; load it with attn_implementation='sdpa'"
         )
     if not takes_packed(model) and limits_attention(model):
         raise UnsupportedError(
-            f"{name} has a sliding window or chunks but no attention interface, so what a draft "
-            "tree sees cannot be set"
+            f"{name} has a sliding window or chunks but no attention interface, so the mask of a "
+            "draft tree cannot be set"
         )
 
 
 def _has_known_states(model: PreTrainedModel) -> bool:
-    """Whether every state that the model keeps is that of a mixer, one in a layer."""
+    """Return True if every state in the model's cache belongs to a mixer, at most one per layer."""
     recurrent = num_recurrent_layers(model.config.get_text_config())
     mixers = mixers_of(model)
     if len(mixers) != recurrent or mixers != stateful_modules(model):
@@ -109,17 +107,17 @@ def _has_known_states(model: PreTrainedModel) -> bool:
 
 
 def _check_attention(model: PreTrainedModel, name: str) -> None:
-    """Refuse models that cannot be shown a tree: where its tokens stand, what they look back on."""
+    """Raise for models that cannot be given the positions or the mask of a tree."""
     config = model.config.get_text_config()
-    reason = UNSERVED.get(config.model_type)
-    # Encoders that can be made decoders know cross attention; GPT-NeoX has the same unused field.
+    reason = UNSUPPORTED.get(config.model_type)
+    # Encoders that can act as decoders also have cross attention; GPT-NeoX has `is_decoder` unused.
     encoder = getattr(config, "is_decoder", True) is False
     if encoder and hasattr(config, "add_cross_attention"):
-        reason = "config.is_decoder is False, so that tokens also look ahead"
+        reason = "config.is_decoder is False, so tokens also attend to later ones"
     elif cache_parameter(model.forward) is None:
         reason = _without_cache(model)
     elif not _takes_positions(model) and num_attention_layers(config):
-        reason = "it takes no position_ids, so the branches of a draft tree cannot be placed"
+        reason = "it takes no position_ids, so draft branches cannot be given their positions"
     elif "local" in (getattr(config, "attention_layers", None) or ()):
         reason = "the window of its local layers counts stored tokens, not positions"
     elif config.model_type == "git" and Version(transformers.__version__) < Version("5.23"):
@@ -132,10 +130,8 @@ def _without_cache(model: PreTrainedModel) -> str:
     """Return why a model without a known cache parameter cannot be decoded."""
     unknown = unknown_cache_parameter(model.forward)
     if unknown is None:
-        return "it keeps no keys and values"
-    return f"its forward takes the cache as {unknown}=, which hf_spec does not know: " + (
-        version_message()
-    )
+        return "it caches no keys and values"
+    return f"its forward takes the cache as {unknown}=, which is unknown: {version_message()}"
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
@@ -143,15 +139,15 @@ def _takes_positions(model: PreTrainedModel) -> bool:
 
 
 def limits_attention(model: PreTrainedModel) -> bool:
-    """Whether layers of a model see no more than a window or a chunk of the text."""
+    """Return True if layers of a model attend within a window or a chunk of the text."""
     config = model.config.get_text_config()
     limits = ("sliding_window", "attention_chunk_size")
     return any(getattr(config, name, None) for name in limits)
 
 
 def takes_images(model: PreTrainedModel) -> bool:
-    """Whether a model reads images beside text; the text model inside says that it does, too."""
+    """Return True for a model that reads images beside text, False for the text model inside it."""
     config = model.config
-    # Some versions of transformers do not say so of Qwen3.5.
-    shown = "image" in model.input_modalities or hasattr(config, "vision_config")
-    return shown and config.get_text_config() is not config
+    # Some versions of transformers list no modalities for Qwen3.5.
+    has_images = "image" in model.input_modalities or hasattr(config, "vision_config")
+    return has_images and config.get_text_config() is not config

@@ -1,1 +1,1 @@
-"""Benchmarks of decoding: contenders in one process, prompt by prompt, interleaved."""
+"""Benchmarks: `suite` builds contenders, `runner` times them, `summary` and `report` evaluate."""

@@ -1,12 +1,13 @@
-"""What can be measured: plain generate, what others offer, and our strategies."""
+"""Contenders of a benchmark: plain `generate()`, other implementations, and our strategies."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +21,13 @@ from hf_spec.drafting.config import StrategyConfig
 # Arguments of generate() besides the prompt.
 Settings = Mapping[str, Any]
 GREEDY: Settings = MappingProxyType({"do_sample": False})
+# Per row the generated token ids, without the prompt.
+Outputs = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Outcome of one generation: (B, L) int64, prompts included, and what could be counted."""
+    """Result of one generation: (B, L) int64 ids including the prompts, and the counters."""
 
     sequences: Tensor
     target_forwards: int | None = None
@@ -36,23 +39,21 @@ class Run:
         return self.sequences[0]
 
 
-class Generate(Protocol):
-    """Generates from (B, L) ids, padded on the left where the (B, L) mask is 0."""
-
-    def __call__(self, ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run: ...  # noqa: D102
+# (ids, new_tokens, mask=None): generates from (B, L) ids, left-padded where the (B, L) mask is 0.
+Generate = Callable[..., Run]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A named way to generate.
+    """Named way to generate.
 
     Attributes:
-        run: generates at most so many new tokens.
-        prepare: called with the same, untimed, before the first run; the target forwards, if
-            counting them needs a call of its own.
-        batches: whether it takes more than one row.
-        compiles: whether new shapes take minutes, so that it is warmed up at full length.
-        ours: whether it runs in our engine, whose parts can be timed.
+        run: generates at most `new_tokens` tokens per row.
+        prepare: untimed call with the arguments of `run` before its first run. Returns the number
+            of target forwards if counting them needs a call of its own.
+        batches: supports more than one row.
+        compiles: new shapes take minutes, so the warm-up uses the full length.
+        ours: runs in this engine, whose parts can be timed.
     """
 
     name: str
@@ -63,27 +64,49 @@ class Contender:
     ours: bool = False
 
 
+class BaselineOutputs:
+    """Outputs of a contender, usually plain greedy `generate()`, cached per prompt."""
+
+    def __init__(self, contender: Contender):
+        self._contender = contender
+        self._outputs: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def __call__(self, ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> list[list[int]]:
+        """Return the generated tokens of each row of (B, L) ids, run one by one without padding."""
+        mask = torch.ones_like(ids) if mask is None else mask
+        outputs = []
+        for row, visible in zip(ids, mask.bool(), strict=True):
+            prompt = row[visible]
+            key = tuple(prompt.tolist()), new_tokens
+            if key not in self._outputs:
+                batch = prompt[None]
+                run = self._contender.run(batch, new_tokens, torch.ones_like(batch))
+                self._outputs[key] = run.sequence[len(prompt) :].tolist()
+            outputs.append(self._outputs[key])
+        return outputs
+
+
 def plain(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
-    """`generate()` itself."""
+    """Return the baseline, plain `generate()`."""
     return transformers("plain", model, settings)
 
 
 def compiled(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
-    """`generate()` with a static cache and a compiled forward pass, which is transformers' own.
+    """Return `generate()` with a static cache and transformers' compiled forward pass.
 
     Raises:
-        UnsupportedError: if it does not work for this model here.
+        UnsupportedError: if this model cannot be compiled here.
     """
     config = CompileConfig()
-    # transformers compiles on a GPU by itself; on a CPU this is the switch.
+    # transformers compiles on a GPU by default; a CPU needs this switch.
     config._compile_all_devices = True  # type: ignore[assignment]
     if model.device.type == "cpu":
         config.mode = "default"
-    given = {**settings, "cache_implementation": "static", "compile_config": config}
+    options = {**settings, "cache_implementation": "static", "compile_config": config}
 
     def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
-        # Counting forwards by a hook would compile the model again.
-        sequences = _generate(model, ids, new_tokens, mask, **given)
+        # A hook that counts forwards would trigger recompilation.
+        sequences = _generate(model, ids, new_tokens, mask, **options)
         return Run(sequences, sequences.shape[1] - ids.shape[1])
 
     try:
@@ -101,10 +124,25 @@ def compiled(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
     return Contender("plain, static cache, compiled", run, compiles=True)
 
 
+@contextmanager
+def without_stored_strategy(model: Any) -> Iterator[None]:
+    """Disable a strategy in the model's generation config, which plain `generate()` would use."""
+    config, stored = model.generation_config, model.generation_config.spec_strategy
+    # Assigning None where it is unset would add an entry to the config, which is saved.
+    if stored is None:
+        yield
+        return
+    config.spec_strategy = None
+    try:
+        yield
+    finally:
+        config.spec_strategy = stored
+
+
 def economize_lookup(
     model: PreTrainedModel, match_length: int, copy_length: int
 ) -> Contender | None:
-    """The lookup of the package `economize`, greedy; None if it is not installed."""
+    """Return the greedy lookup of the package `economize`, or None if it is not installed."""
     if importlib.util.find_spec("economize") is None:
         return None
     import economize
@@ -121,7 +159,7 @@ def economize_lookup(
         return Run(wrapped.generate(ids, max_new_tokens=new_tokens, do_sample=False))
 
     def count(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> int:
-        # Decoding that counts its calls does not stop where the sequence ends.
+        # Its decoding with counters does not stop at the end of a sequence.
         length = run(ids, new_tokens).sequences.shape[1] - ids.shape[1]
         result = wrapped.decode(ids[0].to(model.device), length)
         return int(result.cost_summary()["exact_calls"])
@@ -136,7 +174,7 @@ def strategy(
     name: str | None = None,
     settings: Settings = GREEDY,
 ) -> Contender:
-    """One of our strategies."""
+    """Return one of our strategies."""
 
     def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
         method = {"spec_strategy": config, "assistant": assistant}
@@ -153,14 +191,17 @@ def speculative(
     settings: Settings = GREEDY,
     **method: Any,
 ) -> Run:
-    """One generation by our engine, which `method` makes `generate()` use; else as `Generate`."""
-    given = {**settings, **method, "return_dict_in_generate": True}
-    output = _generate(model, ids, new_tokens, mask, **given)
+    """Generate once in our engine; see `Generate`.
+
+    `method` are the arguments of `generate()` that select the engine.
+    """
+    options = {**settings, **method, "return_dict_in_generate": True}
+    output = _generate(model, ids, new_tokens, mask, **options)
     return Run(output.sequences, output.spec_stats.target_forwards, output.spec_stats)
 
 
 def transformers(name: str, model: Any, settings: Settings, batches: bool = True) -> Contender:
-    """A way of transformers' own, whose forwards a hook counts."""
+    """Return a contender of transformers itself; a hook counts its forward passes."""
 
     def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
         forwards = 0
@@ -179,7 +220,7 @@ def transformers(name: str, model: Any, settings: Settings, batches: bool = True
     return Contender(name, run, batches=batches)
 
 
-def _generate(model: Any, ids: Tensor, new_tokens: int, mask: Tensor | None, **given: Any) -> Any:
+def _generate(model: Any, ids: Tensor, new_tokens: int, mask: Tensor | None, **options: Any) -> Any:
     if mask is not None:
-        given["attention_mask"] = mask.to(model.device)
-    return model.generate(ids.to(model.device), max_new_tokens=new_tokens, **given)
+        options["attention_mask"] = mask.to(model.device)
+    return model.generate(ids.to(model.device), max_new_tokens=new_tokens, **options)

@@ -1,4 +1,4 @@
-"""Strategies as a command line names them: NAME[:OPTION=JSON,...][@ASSISTANT]."""
+"""Strategies of a command line: NAME[:OPTION=JSON,...][@ASSISTANT]."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_spec.methods.registry import make_drafter, parse_strategy
 
 
 class Entry(NamedTuple):
-    """A strategy that is measured or verified, with the name that tables and reports give it."""
+    """Strategy to measure or verify, with its name in tables and reports."""
 
     name: str
     config: StrategyConfig
@@ -24,25 +24,25 @@ class Entry(NamedTuple):
 
     @property
     def method(self) -> dict[str, Any]:
-        """The arguments of `generate()` that make it speculate."""
+        """Arguments of `generate()` that select the strategy."""
         return {"spec_strategy": self.config, "assistant": self.assistant}
 
     @property
     def short_name(self) -> str:
-        """The name, of a folder the last part alone."""
+        """Name with only the last part of an assistant's path."""
         head, at, assistant = self.name.partition("@")
         return f"{head}{at}{PurePath(assistant).name}"
 
 
 def parse_entry(text: str, *, compile_layers: bool | None = True) -> Entry:
-    """Read NAME[:OPTION=JSON,...][@ASSISTANT]; errors are those of `parse_strategy`.
+    """Parse NAME[:OPTION=JSON,...][@ASSISTANT]; raises the errors of `parse_strategy`.
 
     `compile_layers` is the default of the option `compile`: a command owns the model that it loads.
     """
     head, _, assistant = text.partition("@")
-    name, _, given = head.partition(":")
+    name, _, pairs = head.partition(":")
     options: dict[str, Any] = {"strategy": name, "compile": compile_layers}
-    for pair in filter(None, _split(given)):
+    for pair in filter(None, _split_outside_brackets(pairs)):
         key, _, value = pair.partition("=")
         try:
             options[key] = json.loads(value)
@@ -58,45 +58,45 @@ def parse_entries(
     others_follow: bool = False,
     compile_layers: bool | None = True,
 ) -> list[Entry]:
-    """Entries with `assistants` for those that name none and take some.
+    """Parse entries; those that name no assistant but use one get `assistants`.
 
-    One serves every strategy; several, as a list, "auto" alone. Where others follow, they may be
-    for those.
+    One assistant goes to every such strategy; several go as a list, which only "auto" supports.
+    With `others_follow`, assistants may stay unused here.
 
     Raises:
-        OptionError: for an unknown strategy or option, and assistants that none takes.
+        OptionError: for an unknown strategy or option, and for assistants that no strategy uses.
         AssistantError: if a strategy lacks its assistant.
     """
-    given: Any = assistants[0] if len(assistants) == 1 else list(assistants) or None
-    found, is_used = list[Entry](), others_follow
+    shared: Any = assistants[0] if len(assistants) == 1 else list(assistants) or None
+    entries, is_used = list[Entry](), others_follow
     for entry in (parse_entry(text, compile_layers=compile_layers) for text in texts):
-        takes = entry.config.needs_assistant or entry.config.strategy == "auto"
-        own = entry.assistant or (given if takes else None)
-        is_used |= own is given
-        if entry.config.needs_assistant and own is None:
+        supports = entry.config.needs_assistant or entry.config.strategy == "auto"
+        assistant = entry.assistant or (shared if supports else None)
+        is_used |= assistant is shared
+        if entry.config.needs_assistant and assistant is None:
             raise AssistantError(f"--strategy {entry.name} needs --assistant, a folder or a Hub id")
-        found.append(entry._replace(assistant=own))
+        entries.append(entry._replace(assistant=assistant))
     if assistants and not is_used:
         raise OptionError(
-            f"--assistant {assistants[0]}: no strategy that was named asks for it; write it after "
-            f"one that takes it, NAME@{assistants[0]}, or leave it out"
+            f"--assistant {assistants[0]}: none of the named strategies uses an assistant; write "
+            f"it after a strategy that does, NAME@{assistants[0]}, or leave it out"
         )
-    return found
+    return entries
 
 
-def found_entry(entry: Entry, model: PreTrainedModel) -> Entry:
-    """An entry by its short name, with what its assistant is to `model`.
+def resolve_entry(entry: Entry, model: PreTrainedModel) -> Entry:
+    """Return the entry under its short name, with its assistant loaded for `model`.
 
     Raises:
-        SpecError: if that does not fit.
+        SpecError: if the assistant or the options do not fit.
     """
     assistant = find_assistant(entry.assistant, model, entry.config.adapter_methods)
     make_drafter(entry.config, model, assistant)
     return Entry(entry.short_name, entry.config, assistant)
 
 
-def _split(text: str) -> list[str]:
-    """The parts between commas outside of brackets."""
+def _split_outside_brackets(text: str) -> list[str]:
+    """Split at commas that are not inside [] or {}."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")

@@ -1,6 +1,6 @@
-"""The plots of a benchmark: speed by task and by batch, acceptance by position, cost of a forward.
+"""Plots of a benchmark: speed by task and batch size, acceptance by position, forward pass cost.
 
-`draw` takes what `hf-spec bench --out` writes; `lines` and `ranges` draw anything.
+`draw` plots the results of `hf-spec bench --out`; `lines` and `ranges` plot any values.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from hf_spec.common.prompts import MIXED
 from hf_spec.evaluation.bench.summary import ALL, notice, spread
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
-# Per point of a series the lower and the upper end of its spread.
+# Lower and upper ends of the spread, one per point of a series.
 Spreads = Mapping[str, tuple[Sequence[float], Sequence[float]]]
-# A name and its low, middle and high value.
+# Low, middle and high value by name.
 Ranges = Mapping[str, tuple[float, float, float]]
 
-# More lines than this have their legend beside the plot, not in it.
+# With more lines than this, the legend is placed beside the plot.
 LEGEND_INSIDE = 4
 MARKERS = "os^Dvp*Xh<>P"
-# What the forms of `measure_step_cost` are called in a plot.
+# Labels of the forms of `measure_step_cost`.
 FORMS = {
     "transformers": "transformers, DynamicCache",
     "off": "hf_spec, packing off",
@@ -32,11 +32,11 @@ SPREAD = "median and 20th to 80th percentile"
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw what the results of a benchmark hold into a folder, which may be new.
+    """Draw the plots of benchmark results into a folder, which is created if needed.
 
     Returns:
-        The files written: speed_by_task.png, speed_by_batch.png if there were several batch sizes,
-        acceptance_by_position.png if something was drafted, verify_cost.png if it was measured.
+        The files written: speed_by_task.png, speed_by_batch.png for several batch sizes,
+        acceptance_by_position.png if there were drafts, verify_cost.png if it was measured.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = [Path(str(results.get("model", "model"))).name, results.get("dtype"), notice(results)]
@@ -86,12 +86,12 @@ def _step_cost(
 ) -> tuple[Series, Spreads]:
     series, spreads = {}, {}
     for form, by_count in seconds.items():
-        # JSON has the numbers of nodes as texts.
+        # In JSON the node counts are strings.
         counts = [int(count) for count in by_count]
-        found = [spread([1e3 * value for value in values]) for values in by_count.values()]
+        spans = [spread([1e3 * value for value in values]) for values in by_count.values()]
         name = FORMS[form]
-        series[name] = counts, [middle for _, middle, _ in found]
-        spreads[name] = [low for low, _, _ in found], [high for _, _, high in found]
+        series[name] = counts, [middle for _, middle, _ in spans]
+        spreads[name] = [low for low, _, _ in spans], [high for _, _, high in spans]
     return series, spreads
 
 
@@ -102,9 +102,9 @@ def lines(
     title: str = "",
     spreads: Spreads | None = None,
 ) -> None:
-    """Draw lines with a mark at every measured point, and bars for the `spreads` of some.
+    """Draw lines with a marker at every point and a bar for each spread.
 
-    Labels of the axes have units; the ending of `path` names the format.
+    The axis labels include units. The suffix of `path` sets the format.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -136,9 +136,9 @@ def lines(
 
 
 def ranges(panels: Mapping[str, Ranges], label: str, path: Path, title: str = "") -> None:
-    """Draw panels side by side by title, each with a dot and a bar per name; a grey line is at 1.
+    """Draw titled panels side by side, with a dot and a bar per name and a gray line at 1.
 
-    The label of the values has units; the ending of `path` names the format.
+    The label of the values includes units. The suffix of `path` sets the format.
     """
     from matplotlib.figure import Figure
 
@@ -148,14 +148,14 @@ def ranges(panels: Mapping[str, Ranges], label: str, path: Path, title: str = ""
     row = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
     for axes, (heading, panel) in zip(row, panels.items(), strict=True):
         for name, (low, middle, high) in panel.items():
-            place = len(names) - 1 - names.index(name)
-            axes.hlines(place, low, high, color="C0", alpha=0.5, linewidth=2)
-            axes.plot(middle, place, "o", color="C0", markersize=5)
-        axes.axvline(1.0, color="grey", linewidth=1)
+            height = len(names) - 1 - names.index(name)
+            axes.hlines(height, low, high, color="C0", alpha=0.5, linewidth=2)
+            axes.plot(middle, height, "o", color="C0", markersize=5)
+        axes.axvline(1.0, color="gray", linewidth=1)
         axes.set_title(heading, fontsize="small")
         axes.set_yticks(range(len(names)), reversed(names), fontsize="small")
         axes.grid(alpha=0.3)
-    # Shared by all panels, so only when all are drawn.
+    # The axis is shared, so set its limit after all panels are drawn.
     row[0].set_xlim(left=0)
     figure.supxlabel(label, fontsize="small")
     figure.suptitle(title, fontsize="medium")

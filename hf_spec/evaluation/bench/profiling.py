@@ -1,8 +1,8 @@
-"""Where the time of a generation goes, by parts of a step (`hf-spec bench --profile`).
+"""Time of a generation by part of a decoding step (`hf-spec bench --profile`).
 
-While `profiled` holds, the methods at the seams of the engine are timed, and each is charged what
-it spends outside of the others. Nothing is changed before and after, so it costs nothing when off.
-On a GPU every seam waits for the device: shares are right, the total is slower than without.
+Inside `profiled` the methods of `_SEAMS` are replaced by timed ones. Each part is charged the time
+that it spends outside the others. There is no overhead outside the context. On a GPU every seam
+synchronizes: the shares are right, but the total is slower than unprofiled.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import NodeProcessors
 from hf_spec.engine.decode.verifiers import Verifier
-from hf_spec.engine.forward.model_call import ModelCall
 from hf_spec.engine.forward.row_storage import RowStorage
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.model_call import ModelCall
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.timing import synchronize
 from hf_spec.methods.eagle.head import EagleHead
 from hf_spec.methods.falcon.head import FalconHead
 from hf_spec.methods.feature_pairs.runner import HeadRunner
 
-# In the order of a step; what a draft model does inside a draft has names of its own.
+# In the order of a step; "draft: ..." are the parts inside a drafter.
 PARTS = (
     "draft: forward",
     "draft: layout",
@@ -43,8 +43,8 @@ PARTS = (
 )
 _DRAFTING = "draft: rest"
 _OBSERVING = "observe"
-# Parts that belong to drafting where a drafter asks for them.
-_OF_A_DRAFT = {
+# Name of a part when a drafter runs it.
+_IN_DRAFT = {
     "verify: forward": "draft: forward",
     "verify: layout": "draft: layout",
     "KV moves": "draft: KV moves",
@@ -52,7 +52,7 @@ _OF_A_DRAFT = {
 }
 
 
-# The methods at the seams of the engine, those that subclasses have of their own included.
+# Timed methods and their parts; overrides in subclasses are timed too.
 _SEAMS = (
     (ModelCall, "__call__", "verify: forward"),
     (ModelRunner, "forward", "verify: layout"),
@@ -60,8 +60,9 @@ _SEAMS = (
     (EagleHead, "attend", "verify: forward"),
     (FalconHead, "mix", "verify: forward"),
     (FalconHead, "attend", "verify: forward"),
-    (HeadRunner, "lists", "verify: forward"),
+    (HeadRunner, "top_tokens", "verify: forward"),
     (NodeProcessors, "__call__", "processors"),
+    (ModelRunner, "keep", "KV moves"),
     (RowStorage, "keep", "KV moves"),
     (GenerationState, "commit", "commit"),
     (Drafter, "draft", _DRAFTING),
@@ -71,7 +72,7 @@ _SEAMS = (
 
 
 class _Clock:
-    """Charges the time since the last look to the innermost part."""
+    """Stopwatch that charges the time since its last reading to the innermost part."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -90,7 +91,7 @@ class _Clock:
         def call(*args: Any, **kwargs: Any) -> Any:
             in_draft = _DRAFTING in self._open or _OBSERVING in self._open
             self.charge()
-            self._open.append(_OF_A_DRAFT.get(part, part) if in_draft else part)
+            self._open.append(_IN_DRAFT.get(part, part) if in_draft else part)
             try:
                 return method(*args, **kwargs)
             finally:
@@ -102,12 +103,12 @@ class _Clock:
 
 @contextmanager
 def profiled() -> Iterator[dict[str, float]]:
-    """Yield seconds by part, complete when the block ends; keys are among `PARTS`."""
+    """Yield seconds by part of `PARTS`; complete when the block ends."""
     replaced: list[tuple[type, str, Any]] = []
     clock = _Clock()
     try:
         for base, name, part in _SEAMS:
-            for owner in _family(base):
+            for owner in _with_subclasses(base):
                 if name in vars(owner):
                     replaced.append((owner, name, vars(owner)[name]))
                     setattr(owner, name, clock.timed(vars(owner)[name], part))
@@ -118,7 +119,7 @@ def profiled() -> Iterator[dict[str, float]]:
             setattr(owner, name, original)
 
 
-def _family(base: type[Any]) -> Iterator[type]:
+def _with_subclasses(base: type[Any]) -> Iterator[type]:
     yield base
     for child in base.__subclasses__():
-        yield from _family(child)
+        yield from _with_subclasses(child)

@@ -1,7 +1,7 @@
 """Tables of a benchmark.
 
-Run as `python -m hf_spec.evaluation.bench.report RESULTS.json` to print the tables of a file that
-`hf-spec bench --out` wrote; with `--plots FOLDER` its plots are drawn too.
+`python -m hf_spec.evaluation.bench.report RESULTS.json` prints the tables of a file written by
+`hf-spec bench --out`. `--plots FOLDER` draws its plots too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hf_spec.evaluation.bench.profiling import PARTS
 from hf_spec.evaluation.bench.summary import ALL, IDLE, Summary, notice
 from hf_spec.evaluation.bench.tables import Table
 
-# What follows `notice` above tables.
+# Text after `notice` above the tables.
 SYNTHETIC = (
-    ": the drafts of the contenders called synthetic are plain answers with errors, which no "
-    "drafter made and whose drafting takes no time."
+    ": drafts of synthetic contenders are plain outputs with errors. No drafter made them, and "
+    "their drafting takes no time."
 )
-# Positions of a draft whose acceptance tables show; plots show all.
+# Draft positions whose acceptance the tables show; plots show all.
 SHOWN_POSITIONS = 5
-# Heading of a speed -> its cell for a contender.
+# Column heading -> cell of a contender.
 SPEEDS: dict[str, Callable[[Summary], str]] = {
     "": lambda row: row["contender"],
     "ratio to plain, median (p20 - p80)": lambda row: _with_spread(row, "ratio", 2),
@@ -54,48 +54,48 @@ DRAFTS: dict[str, Callable[[Summary], str]] = {
 
 
 def sections(results: Mapping[str, Any]) -> dict[str, list[Table]]:
-    """Tables by title, one for each batch size: speeds, tasks, drafts, parts of a step."""
-    found = {}
+    """Return the tables (speeds, tasks, drafts, parts of a step) by title, one per batch size."""
+    sections_by_title = {}
     for size in dict.fromkeys(row["batch_size"] for row in results["summary"]):
         rows = [row for row in results["summary"] if row["batch_size"] == size]
         overall = [row for row in rows if row["task"] == ALL]
         profiles = [p for p in results.get("profiles", []) if p["batch_size"] == size]
         drafting = Table.of(DRAFTS, [row for row in overall if row.get("drafted_tokens")])
         tables = (Table.of(SPEEDS, overall), _by_task(rows), drafting, _profile(profiles))
-        found[f"batch size {size}"] = [table for table in tables if table.rows]
-    return found
+        sections_by_title[f"batch size {size}"] = [table for table in tables if table.rows]
+    return sections_by_title
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The tables for a page."""
+    """Return the tables as Markdown."""
     return _pages(results, "**{}**", "### {}", Table.markdown)
 
 
 def text(results: Mapping[str, Any]) -> str:
-    """The tables for a pipe or a log."""
+    """Return the tables as plain text."""
     return _pages(results, "{}", "{}", Table.text)
 
 
 def _pages(
-    results: Mapping[str, Any], warning: str, title: str, written: Callable[[Table], str]
+    results: Mapping[str, Any], warning: str, title: str, render: Callable[[Table], str]
 ) -> str:
-    said = notice(results)
-    parts = [warning.format(said) + SYNTHETIC] if said else []
+    synthetic = notice(results)
+    parts = [warning.format(synthetic) + SYNTHETIC] if synthetic else []
     for name, tables in sections(results).items():
-        parts += [title.format(name), *map(written, tables)]
+        parts += [title.format(name), *map(render, tables)]
     return "\n\n".join(parts)
 
 
 def _by_task(rows: Sequence[Summary]) -> Table:
-    """Ratios and identical outputs by task; of batches that mix tasks the outputs alone."""
-    found = {(row["contender"], row["task"]): row for row in rows}
+    """Return speedups and identical outputs by task; mixed batches have only the outputs."""
+    by_key = {(row["contender"], row["task"]): row for row in rows}
     overall = [row for row in rows if row["task"] == ALL]
     tasks = sorted({task for row in overall for task in row["identical_by_task"] or []})
     tasks = tasks or sorted({row["task"] for row in rows} - {ALL})
 
     def cell(row: Summary, task: str) -> str:
-        own = found.get((row["contender"], task))
-        ratio = [f"{own['ratio']:.2f}"] if own else []
+        of_task = by_key.get((row["contender"], task))
+        ratio = [f"{of_task['ratio']:.2f}"] if of_task else []
         counts = row["identical_by_task"]
         return " ".join([*ratio, *([f"({_count(*counts[task])})"] if counts else [])])
 
@@ -104,12 +104,12 @@ def _by_task(rows: Sequence[Summary]) -> Table:
 
 
 def _profile(profiles: Sequence[Mapping[str, Any]]) -> Table:
-    parts = [part for part in PARTS if any(part in found["seconds"] for found in profiles)]
+    parts = [part for part in PARTS if any(part in profile["seconds"] for profile in profiles)]
     rows = []
-    for found in profiles if parts else ():
-        whole = sum(found["seconds"].values())
-        shares = (found["seconds"].get(part, 0.0) / whole for part in parts)
-        rows.append([found["contender"], *(f"{100 * share:.1f}" for share in shares)])
+    for profile in profiles if parts else ():
+        total = sum(profile["seconds"].values())
+        shares = (profile["seconds"].get(part, 0.0) / total for part in parts)
+        rows.append([profile["contender"], *(f"{100 * share:.1f}" for share in shares)])
     return Table(["share of the time, %", *parts], rows)
 
 
@@ -127,10 +127,10 @@ def _count(same: int | None, outputs: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the tables of a results file."""
+    """Print the tables of a results file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, help="JSON file of hf-spec bench --out")
-    parser.add_argument("--plots", type=Path, help="folder to draw its plots into")
+    parser.add_argument("--plots", type=Path, help="folder for its plots")
     options = parser.parse_args(argv)
     results = json.loads(options.results.read_text(encoding="utf-8"))
     print(markdown(results))  # noqa: T201 - the command's result

@@ -1,4 +1,4 @@
-"""Interleaved timing: for every batch and repetition all contenders run, one after the other."""
+"""Interleaved timing: for every batch and repetition, all contenders run one after the other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import torch
 
 from hf_spec.common.outputs import SpecStats
 from hf_spec.common.prompts import Batch, Prompt, make_batches
-from hf_spec.evaluation.bench.contenders import Contender, Run
-from hf_spec.evaluation.bench.known_answers import PlainAnswers
+from hf_spec.evaluation.bench.contenders import BaselineOutputs, Contender, Run
 from hf_spec.evaluation.bench.timing import peak_bytes, reset_peak, timed
 
 CPU = torch.device("cpu")
 WARM_UP_TOKENS = 16
-# What a file keeps of the statistics of a generation.
+# Statistics of a generation that are written to a results file.
 KEPT_STATS = (
     "tau",
     "drafted_tokens",
@@ -33,7 +32,7 @@ KEPT_STATS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One output of a batch, and whether the reference says the same; None if it is sampled."""
+    """One output of a batch; `identical` to the reference, or None if sampled."""
 
     prompt: str
     task: str
@@ -45,15 +44,15 @@ class Record:
     """One timed generation.
 
     Attributes:
-        prompt, task: of a batch the ids joined by "+", and "mixed" if tasks differ.
+        prompt, task: for a batch the ids joined by "+", and "mixed" if tasks differ.
         seconds: wall-clock time of the call.
-        plain_seconds: what plain generate took on the same batch in the same repetition, times the
-            share of its tokens that this one made: 1 where outputs are equal.
-        new_tokens: generated, all rows together, without the padding after their ends.
-        target_forwards: None where they cannot be counted.
-        identical: whether every output is what it should be; None if outputs are sampled.
-        stats: those of our own strategies, None for others.
-        rows: the outputs one by one.
+        plain_seconds: time of plain `generate()` on the same batch in the same repetition, times
+            the ratio of the numbers of new tokens, which is 1 for equal outputs.
+        new_tokens: generated tokens of all rows, without padding.
+        target_forwards: None if they cannot be counted.
+        identical: True if every output equals the reference; None if outputs are sampled.
+        stats: statistics of our strategies, None for other contenders.
+        rows: the single outputs.
         peak_bytes: see `hf_spec.evaluation.bench.timing`.
     """
 
@@ -73,12 +72,12 @@ class Record:
 
     @property
     def ratio(self) -> float:
-        """Speed relative to plain generate in the same repetition."""
+        """Speedup over plain `generate()` in the same repetition."""
         return self.plain_seconds / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows together over the time of the call."""
+        """New tokens of all rows divided by the time of the call."""
         return self.new_tokens / self.seconds
 
     @property
@@ -87,21 +86,21 @@ class Record:
         return None if self.stats is None else self.stats.tau
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values, with `KEPT_STATS` of the statistics."""
+        """Return JSON values; of the statistics only `KEPT_STATS`."""
         stats = self.stats and {name: getattr(self.stats, name) for name in KEPT_STATS}
         return {**asdict(replace(self, stats=None)), "stats": stats}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """Extent of a measurement.
 
     Attributes:
-        new_tokens: most tokens generated per row.
-        repeats: timed repetitions; the order of the contenders rotates from one to the next.
-        seed: of sampled outputs, which are not compared; None for greedy ones.
-        ends: tokens that end a sequence; what follows is padding.
-        device: whose memory is watched.
+        new_tokens: maximum number of generated tokens per row.
+        repeats: timed repetitions; the order of the contenders rotates between them.
+        seed: seed of sampled outputs, which are not compared; None for greedy ones.
+        ends: end-of-sequence tokens; padding follows them.
+        device: device whose peak memory is recorded.
     """
 
     new_tokens: int
@@ -121,17 +120,17 @@ def time_contenders(
 ) -> Iterator[list[Record]]:
     """Time every contender on every batch of prompts.
 
-    The first contender, plain generate, is the reference. Outputs are compared with its own: in the
-    same repetition, or, if there are several rows, with what it says to each prompt alone.
-    `progress` is called after every generation.
+    The first contender, plain `generate()`, is the reference. Outputs are compared with its output
+    in the same repetition, or, for several rows, with its output for each prompt alone. An untimed
+    warm-up on the widest batch compiles layers on a CPU. `progress` is called after every
+    generation.
 
     Yields:
-        Batch by batch, one record per contender and repetition; a warm-up on the widest batch, in
-        which layers on a CPU are compiled, is not timed.
+        For each batch one record per contender and repetition.
     """
     batches = make_batches(prompts, tokenizer, plan.batch_size)
     widest = max(batches, key=lambda batch: batch.ids.shape[1])
-    answers, sampled = PlainAnswers(contenders[0]), plan.seed is not None
+    baseline, sampled = BaselineOutputs(contenders[0]), plan.seed is not None
     for contender in contenders:
         tokens = plan.new_tokens if contender.compiles else min(plan.new_tokens, WARM_UP_TOKENS)
         contender.run(widest.ids, tokens, widest.mask)
@@ -139,15 +138,15 @@ def time_contenders(
         call = batch.ids, plan.new_tokens, batch.mask
         counts = {c.name: c.prepare(*call) for c in contenders if c.prepare is not None}
         compared = plan.batch_size > 1 and not sampled
-        alone = _until_end(answers(*call), plan.ends) if compared else None
+        single = _until_end(baseline(*call), plan.ends) if compared else None
         records: list[Record] = []
         for repeat in range(plan.repeats):
             runs = _in_turn(contenders, repeat, batch, plan, progress)
             reference = runs[contenders[0].name]
             for name, run in runs.items():
-                outputs = zip(run.outputs, alone or reference.outputs, strict=True)
-                same = [None if sampled else output == right for output, right in outputs]
-                named = zip(batch.prompts, same, strict=True)
+                outputs = zip(run.outputs, single or reference.outputs, strict=True)
+                equal = [None if sampled else output == right for output, right in outputs]
+                by_prompt = zip(batch.prompts, equal, strict=True)
                 record = Record(
                     batch.name,
                     batch.task,
@@ -157,10 +156,10 @@ def time_contenders(
                     reference.seconds * run.new_tokens / reference.new_tokens,
                     run.new_tokens,
                     counts.get(name) or run.run.target_forwards,
-                    None if sampled else all(same),
+                    None if sampled else all(equal),
                     run.run.stats,
                     plan.batch_size,
-                    tuple(Row(prompt.id, prompt.task, right) for prompt, right in named),
+                    tuple(Row(prompt.id, prompt.task, same) for prompt, same in by_prompt),
                     run.peak_bytes,
                 )
                 records.append(record)
@@ -169,7 +168,7 @@ def time_contenders(
 
 @dataclass(frozen=True)
 class _Timed:
-    """A run, the new tokens of each row, and what it took."""
+    """A run with the new tokens of each row, its time and its peak memory."""
 
     run: Run
     outputs: list[list[int]]
@@ -188,21 +187,21 @@ def _in_turn(
     plan: Plan,
     progress: Callable[[], object],
 ) -> dict[str, _Timed]:
-    """One run of every contender, in the order of this repetition."""
+    """Run every contender once, in the order of this repetition."""
     turn = repeat % len(contenders)
-    found = {}
+    runs = {}
     for contender in [*contenders[turn:], *contenders[:turn]]:
         if plan.seed is not None:
             torch.manual_seed(plan.seed + repeat)
         reset_peak(plan.device)
         run, seconds = timed(partial(contender.run, batch.ids, plan.new_tokens, batch.mask))
         outputs = _until_end(run.sequences[:, batch.ids.shape[1] :].tolist(), plan.ends)
-        found[contender.name] = _Timed(run, outputs, seconds, peak_bytes(plan.device))
+        runs[contender.name] = _Timed(run, outputs, seconds, peak_bytes(plan.device))
         progress()
-    return found
+    return runs
 
 
 def _until_end(rows: list[list[int]], ends: frozenset[int]) -> list[list[int]]:
-    """The tokens of each row up to its end."""
+    """Return the tokens of each row up to and including its end-of-sequence token."""
     lengths = (next((i for i, t in enumerate(row) if t in ends), len(row)) for row in rows)
     return [row[: length + 1] for row, length in zip(rows, lengths, strict=True)]

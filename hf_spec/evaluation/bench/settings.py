@@ -1,4 +1,4 @@
-"""What benchmarks and calibrations measure: defaults, bounds, and the help of their commands."""
+"""Settings of benchmarks and calibrations, from which their commands build the help."""
 
 # Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
@@ -13,25 +13,25 @@ from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Wei
 
 @dataclass(frozen=True)
 class Suite(Settings):
-    """What a benchmark measures, and how.
+    """Settings of a benchmark.
 
     Attributes:
-        batch_sizes: rows of a call.
-        new_tokens: at most, per row.
+        batch_sizes: batch size.
+        new_tokens: maximum new tokens per row.
         repeats: timed repetitions.
-        sample: sampled outputs are not compared.
-        temperature: with --sample; 1 by default.
-        seed: with --sample.
-        baselines: also measure the lookups and assistants of others.
-        compiled: also plain generate, static cache and compiled.
-        match_length: n-gram of the others' lookups.
-        copy_length: tokens that these copy.
-        oracle: a draft model: chains of it that end where they must.
-        synthetic_acceptance: also drafts that are right with this probability, of no drafter.
-        synthetic_length: tokens of such a draft.
-        multi_turn: all turns of a prompt, as a conversation.
-        profile: also where the time of a step goes.
-        step_cost: also forwards by number of nodes.
+        sample: sample; sampled outputs are not compared.
+        temperature: sampling temperature (requires --sample). Default: 1.
+        seed: random seed (requires --sample).
+        baselines: also measure lookup and assistant of other implementations.
+        compiled: also measure plain generate() with a compiled static cache.
+        match_length: n-gram length of the other lookups.
+        copy_length: tokens copied by the other lookups.
+        oracle: draft model whose chains stop at the first mismatch.
+        synthetic_acceptance: also measure synthetic drafts with this acceptance rate.
+        synthetic_length: tokens of a synthetic draft.
+        multi_turn: run all turns of a prompt as a conversation.
+        profile: also measure the parts of a decoding step.
+        step_cost: also measure forward passes by number of nodes.
     """
 
     batch_sizes: Annotated[tuple[Count, ...], Named("batch")] = (1,)
@@ -55,29 +55,29 @@ class Suite(Settings):
         super().__post_init__()
         if self.temperature is not None and not self.sample:
             raise OptionError(f"--temperature {self.temperature} needs --sample")
-        knowing = {"oracle": self.oracle, "synthetic acceptance": self.synthetic_acceptance}
-        for name, value in knowing.items():
+        greedy_only = {"oracle": self.oracle, "synthetic acceptance": self.synthetic_acceptance}
+        for name, value in greedy_only.items():
             if value is not None and self.sample:
                 raise OptionError(
-                    f"{name} drafts what greedy decoding will say, which sampling does not; choose "
+                    f"{name} drafts from the greedy output, which sampling does not follow; choose "
                     "greedy decoding"
                 )
 
 
 @dataclass(frozen=True)
 class CalibrationSettings(Settings):
-    """The grid of DISCO's options and how it is measured.
+    """Grid of DISCO's options and how it is measured.
 
     Attributes:
-        thresholds: acceptance thresholds to be tried (the paper's tau).
-        longest: longest drafts to be tried (the paper's SL_max).
+        thresholds: acceptance threshold to try (the paper's tau).
+        longest: maximum draft length to try (the paper's SL_max).
         static_lengths: lengths of the static baseline.
-        reference: the static length that every speed is relative to.
-        new_tokens: generated per run.
-        repeats: runs of each way and prompt.
-        judge: what the best is chosen by, its time or, where the machine has other work, the number
-            of its forwards, those of a kind at one price.
-        seconds: begin no further prompt after these; None takes all.
+        reference: static length that every speedup is relative to.
+        new_tokens: new tokens per run.
+        repeats: runs of each contender and prompt.
+        judge: choose the best by time or, on a busy machine, by forward passes at their median
+            cost.
+        seconds: start no further prompt after this time; None measures all.
     """
 
     thresholds: Annotated[tuple[Share, ...], Named("threshold")] = (0.2, 0.35, 0.5, 0.65, 0.8)
@@ -96,23 +96,23 @@ class CalibrationSettings(Settings):
                 raise OptionError(f"{name} is empty; give at least one value")
 
     @property
-    def num_ways(self) -> int:
-        """How many ways to generate are compared, the reference included."""
+    def num_contenders(self) -> int:
+        """Number of contenders, including the reference."""
         return 1 + len(self.thresholds) * len(self.longest) + len(self.static_lengths)
 
 
 @dataclass(frozen=True)
 class TreeSettings(Settings):
-    """What is measured for the tree of a Falcon head.
+    """Measurements for the tree of a Falcon head.
 
     Attributes:
-        depth: of the deepest path tried.
-        num_ranks: length of the lists that count.
-        max_nodes: most that are sent to the target.
-        drafted_nodes: sizes of trees that are drafted whole and sent in part.
-        generations: from which these are judged.
-        node_counts: sizes of the timed trees; `max_nodes` is always one, larger ones are left out.
-        new_tokens: generated per timed run.
+        depth: maximum depth of a path.
+        num_ranks: ranks per position that a path may use.
+        max_nodes: maximum nodes sent to the target.
+        drafted_nodes: size of a tree that is drafted fully and sent in part.
+        generations: generations that these trees are measured on.
+        node_counts: sizes of the timed trees; `max_nodes` is added, larger ones are dropped.
+        new_tokens: new tokens per timed run.
         repeats: timed runs of each tree.
     """
 

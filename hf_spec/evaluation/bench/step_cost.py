@@ -1,4 +1,4 @@
-"""Cost of a target forward by number of tree nodes, plain and in each CPU form, interleaved."""
+"""Cost of a target forward pass by number of tree nodes, in transformers and in our engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_spec.backend.cpu.packed_copies import set_cpu_packing
 from hf_spec.common.compat import cache_argument
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.timing import timed
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -21,15 +21,15 @@ NODE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 def measure_step_cost(
     model: PreTrainedModel, context: list[int], repeats: int, counts: tuple[int, ...] = NODE_COUNTS
 ) -> dict[str, dict[int, list[float]]]:
-    """Time forwards of trees of different size, root included, after the same context.
+    """Time forward passes over trees of several sizes, root included, after the same context.
 
-    Each of the `repeats` runs every form and size once.
+    Each of the `repeats` runs every form and size once, interleaved.
 
     Returns:
-        form -> node count -> seconds of each repetition. Forms: "transformers" runs as many tokens
-        after a `DynamicCache`, as `generate()` and its assisted decoding do; "off" and "auto" are
-        our tree forward without and with packed weights on the CPU (`set_cpu_packing`), where that
-        makes a difference: elsewhere "auto" alone.
+        form -> node count -> seconds of each repetition. The form "transformers" runs the same
+        number of tokens after a `DynamicCache`, like `generate()` and its assisted decoding. "off"
+        and "auto" are our tree forward pass without and with packed weights (`set_cpu_packing`);
+        on devices other than a CPU there is only "auto".
     """
     modes = ("off", "auto") if model.device.type == "cpu" else ("auto",)
     seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -40,13 +40,13 @@ def measure_step_cost(
                 set_cpu_packing(mode)
                 rounds += [(mode, n, _tree_step(model, context, n)) for n in counts]
             if repeat:  # The first round packs weights and warms caches.
-                for form, count, spent in rounds:
-                    seconds[form][count].append(spent)
+                for form, count, elapsed in rounds:
+                    seconds[form][count].append(elapsed)
     return {form: dict(by_count) for form, by_count in seconds.items()}
 
 
 def tree_of(nodes: int, tokens: Sequence[int]) -> DraftTree:
-    """A root and chains of up to eight tokens below it; `tokens` are repeated over all nodes."""
+    """Return a root with chains of up to eight nodes, filled with `tokens` repeated."""
     parents = [-1, *(0 if node % 8 == 0 else node for node in range(nodes - 1))]
     return DraftTree.from_rows([([tokens[node % len(tokens)] for node in range(nodes)], parents)])
 

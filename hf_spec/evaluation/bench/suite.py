@@ -1,7 +1,7 @@
-"""One benchmark: every contender on every prompt and batch size, in one process, and its results.
+"""Benchmark of every contender on every prompt and batch size in one process.
 
-Results are a JSON-ready dictionary; `hf_spec.evaluation.bench.report` and
-`hf_spec.evaluation.bench.plots` turn it into tables and plots.
+The results are JSON values; `hf_spec.evaluation.bench.report` and `hf_spec.evaluation.bench.plots`
+make tables and plots of them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, as_conversations, check_batch_size, make_batches
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.engine.models.support_checks import check_model
-from hf_spec.evaluation.bench import contenders as ways
-from hf_spec.evaluation.bench.contenders import Contender, Settings
-from hf_spec.evaluation.bench.entries import Entry, found_entry
-from hf_spec.evaluation.bench.known_answers import PlainAnswers, oracle, synthetic
+from hf_spec.evaluation.bench.contenders import (
+    BaselineOutputs,
+    Contender,
+    Settings,
+    compiled,
+    economize_lookup,
+    plain,
+    strategy,
+    transformers,
+)
+from hf_spec.evaluation.bench.entries import Entry, resolve_entry
+from hf_spec.evaluation.bench.oracle import oracle, synthetic
 from hf_spec.evaluation.bench.profiling import profiled
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
 from hf_spec.evaluation.bench.settings import Suite
@@ -34,17 +42,18 @@ from hf_spec.methods.draft_model.trained import METHOD as DRAFT
 from hf_spec.methods.loading import find_assistant
 from hf_spec.training.responses import end_tokens
 
-# Tokens before the root where the cost of a forward is measured.
+# Context length at which the cost of a forward pass is measured.
 STEP_COST_CONTEXT = 200
 PROFILED_BATCHES = 6
 
 
 @dataclass
 class Results:
-    """What has been measured so far, and how and where.
+    """Measurements so far, with facts about the setup.
 
-    Profiles are seconds by part of a step, one entry per batch size and contender; the step cost is
-    seconds of each repetition by form of the forward and number of nodes.
+    Attributes:
+        profiles: seconds by part of a step, one entry per batch size and contender.
+        step_cost: result of `measure_step_cost`.
     """
 
     facts: dict[str, Any]
@@ -53,7 +62,7 @@ class Results:
     step_cost: dict[str, dict[int, list[float]]] = field(default_factory=dict)
 
     def to_dict(self, **facts: Any) -> dict[str, Any]:
-        """JSON values, with whatever else is given."""
+        """Return JSON values, with further `facts`."""
         return {
             **facts,
             **self.facts,
@@ -65,16 +74,16 @@ class Results:
 
 
 class Benchmark:
-    """A suite on one model in evaluation mode; a strategy stored with it is taken off.
+    """Suite on one model in evaluation mode; a strategy stored in its generation config is removed.
 
-    Strategies are `entries`, and `settings` are what else `generate()` is given.
+    `entries` are the strategies, `settings` are further arguments of `generate()`.
 
     Attributes:
-        prompts: one per output; of conversations one per turn.
-        contenders: what is measured, the reference first.
+        prompts: one per output; conversations have one per turn.
+        contenders: measured contenders, the reference first.
 
     Raises:
-        SpecError: if something cannot be measured.
+        SpecError: if a contender or a batch size is unsupported.
     """
 
     def __init__(
@@ -98,17 +107,17 @@ class Benchmark:
 
     @property
     def num_runs(self) -> int:
-        """Timed generations in all."""
+        """Total number of timed generations."""
         return sum(
             math.ceil(len(self.prompts) / size) * len(self._of_size(size)) * self.suite.repeats
             for size in set(self.suite.batch_sizes)
         )
 
     def run(self, progress: Callable[[], object] = lambda: None) -> Iterator[Results]:
-        """Measure everything; `progress` is called after every timed generation.
+        """Run all measurements; `progress` is called after every timed generation.
 
         Yields:
-            The same results again and again, with every batch more of them.
+            The same `Results` object after every batch.
         """
         suite = self.suite
         results = Results(
@@ -141,10 +150,10 @@ class Benchmark:
         return [contender for contender in self.contenders if size == 1 or contender.batches]
 
     def _profile(self, contenders: Sequence[Contender], plan: Plan) -> list[dict[str, Any]]:
-        """Seconds by part of a step, for each contender that runs in our engine."""
-        found: dict[str, Counter[str]] = defaultdict(Counter)
+        """Return seconds by part of a step for each contender in our engine."""
+        totals: dict[str, Counter[str]] = defaultdict(Counter)
         batches = make_batches(self.prompts, self.tokenizer, plan.batch_size)
-        # Shares of a step settle soon: a few batches, spread over the tasks, are enough.
+        # Shares of a step vary little: a few batches, spread over the tasks, are enough.
         for batch in batches[:: math.ceil(len(batches) / PROFILED_BATCHES)]:
             for contender in contenders:
                 if contender.ours:
@@ -152,10 +161,10 @@ class Benchmark:
                         torch.manual_seed(plan.seed)
                     with profiled() as seconds:
                         contender.run(batch.ids, plan.new_tokens, batch.mask)
-                    found[contender.name].update(seconds)
+                    totals[contender.name].update(seconds)
         return [
             {"batch_size": plan.batch_size, "contender": name, "seconds": dict(parts)}
-            for name, parts in found.items()
+            for name, parts in totals.items()
         ]
 
     def _settings(self) -> dict[str, Any]:
@@ -165,16 +174,16 @@ class Benchmark:
         pad = self.model.generation_config.pad_token_id
         if pad is None:
             pad = self.tokenizer.pad_token_id
-        # Without one generate() takes the end of a sequence, and warns at every call.
+        # Without a padding token generate() uses the end of a sequence and warns at every call.
         settings["pad_token_id"] = min(end_tokens(self.model), default=0) if pad is None else pad
         return settings
 
     def _turns(self, prompts: Sequence[Prompt], settings: Settings) -> list[Prompt]:
-        """One prompt per turn, after the model's own greedy answers to the turns before."""
-        answers = PlainAnswers(ways.plain(self.model, {**settings, "do_sample": False}))
+        """Return one prompt per turn, after the model's greedy answers to earlier turns."""
+        baseline = BaselineOutputs(plain(self.model, {**settings, "do_sample": False}))
 
         def answer(prompt: Prompt) -> str:
-            output = answers(prompt.encode(self.tokenizer), self.suite.new_tokens)[0]
+            output = baseline(prompt.encode(self.tokenizer), self.suite.new_tokens)[0]
             return str(self.tokenizer.decode(output, skip_special_tokens=True)).strip()
 
         return as_conversations(prompts, self.tokenizer, answer)
@@ -183,38 +192,37 @@ class Benchmark:
 def make_contenders(
     model: PreTrainedModel, entries: Sequence[Entry], suite: Suite, settings: Settings
 ) -> list[Contender]:
-    """Plain generate first, then what others offer, then ours.
+    """Return plain `generate()`, other implementations, then our strategies.
 
     Raises:
-        SpecError: if an assistant cannot be used, two entries are the same, or compiling fails.
+        SpecError: if an assistant cannot be used, two names are equal, or compilation fails.
     """
     check_model(model)
-    # An adapter that does not fit is refused here, not when its turn comes.
-    ours = [found_entry(entry, model) for entry in entries]
-    found: list[Contender | None] = [ways.plain(model, settings)]
+    # An unsuitable adapter raises here, before the first measurement.
+    ours = [resolve_entry(entry, model) for entry in entries]
+    contenders = [plain(model, settings)]
     if suite.compiled:
-        found.append(ways.compiled(model, settings))
+        contenders.append(compiled(model, settings))
     if suite.baselines:
         lengths = suite.match_length, suite.copy_length
         names = ("max_matching_ngram_size", "prompt_lookup_num_tokens")
         others: dict[str, Any] = {"transformers lookup": dict(zip(names, lengths, strict=True))}
         for name, draft in _draft_models(model, ours).items():
             others[name] = {"assistant_model": draft}
-        found += [
-            ways.transformers(name, model, {**settings, **given}, batches=False)
-            for name, given in others.items()
+        contenders += [
+            transformers(name, model, {**settings, **options}, batches=False)
+            for name, options in others.items()
         ]
-        if not suite.sample:
-            found.append(ways.economize_lookup(model, *lengths))
-    found += [
-        ways.strategy(model, config, assistant, name, settings) for name, config, assistant in ours
+        economize = None if suite.sample else economize_lookup(model, *lengths)
+        contenders += [] if economize is None else [economize]
+    contenders += [
+        strategy(model, config, assistant, name, settings) for name, config, assistant in ours
     ]
     if suite.synthetic_acceptance is not None:
-        found.append(synthetic(model, suite.synthetic_acceptance, suite.synthetic_length))
+        contenders.append(synthetic(model, suite.synthetic_acceptance, suite.synthetic_length))
     if suite.oracle is not None:
         draft = find_assistant(suite.oracle, model, (DRAFT,))
-        found.append(oracle(model, resolve_draft_model("oracle", draft, model)))
-    contenders = [contender for contender in found if contender is not None]
+        contenders.append(oracle(model, resolve_draft_model("oracle", draft, model)))
     for name, count in Counter(contender.name for contender in contenders).items():
         if count > 1:
             raise OptionError(f"--strategy {name} is given {count} times")
@@ -222,16 +230,16 @@ def make_contenders(
 
 
 def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str, PreTrainedModel]:
-    """Every draft model that an entry has and transformers takes, once, by its baseline's name."""
-    found: dict[int, PreTrainedModel] = {}
+    """Return the draft models that transformers supports too, by name of their baseline."""
+    drafts: dict[int, PreTrainedModel] = {}
     for _, config, assistant in entries:
-        # Transformers' own assisted decoding takes draft models alone.
+        # Assisted decoding of transformers supports only draft models.
         if config.adapter_methods == (DRAFT,):
             draft = read_draft_model(config.strategy, assistant, model)
-            # Another size needs both tokenizers there, and goes through text.
+            # For another vocabulary it needs both tokenizers and goes through text.
             if num_embeddings(draft) == num_embeddings(model):
-                found.setdefault(id(draft), draft)
+                drafts.setdefault(id(draft), draft)
     return {
         "transformers assistant" + (f" {number}" if number > 1 else ""): draft
-        for number, draft in enumerate(found.values(), start=1)
+        for number, draft in enumerate(drafts.values(), start=1)
     }

@@ -1,4 +1,4 @@
-"""Figures from benchmark records: medians with their spread, never a single run."""
+"""Summary of benchmark records: medians and their spread."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hf_spec.common.outputs import SpecStats
 from hf_spec.evaluation.bench.runner import Record, Row
 
 ALL = "all"
-# The engine without drafts.
+# The engine without drafting.
 IDLE = "none"
 Summary = dict[str, Any]
 
 
 def per_prompt(records: Iterable[Record], figure: str = "ratio") -> dict[str, float]:
-    """Prompt id -> median of a figure of the records over its repetitions."""
+    """Return prompt id -> median of a figure of the records over its repetitions."""
     values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         values[record.prompt].append(getattr(record, figure))
-    return {prompt: median(found) for prompt, found in values.items()}
+    return {prompt: median(repeats) for prompt, repeats in values.items()}
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """20th percentile, median and 80th percentile."""
+    """Return the 20th percentile, the median and the 80th percentile."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     fifths = quantiles(values, n=5, method="inclusive")
@@ -33,16 +33,16 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def summary(records: Sequence[Record]) -> list[Summary]:
-    """One row per batch size, contender and task, and one for all tasks (`task` is "all").
+    """Return one row per batch size, contender and task, and one for all tasks (`task` is "all").
 
-    A batch of prompts of several tasks counts for "all" and "mixed"; its outputs are still counted
-    by task in `identical_by_task`.
+    A batch with prompts of several tasks counts for "all" and "mixed"; `identical_by_task` still
+    counts its outputs by task.
     """
     groups: dict[tuple[int, str, str], list[Record]] = defaultdict(list)
     for record in records:
         for task in (record.task, ALL):
             groups[record.batch_size, record.contender, task].append(record)
-    idle = {_occasion(r): r.ratio for r in records if r.contender == IDLE}
+    idle = {_run_key(r): r.ratio for r in records if r.contender == IDLE}
     return [
         {**_row(*key, group), "ratio_to_none": _ratio_to(idle, group)}
         for key, group in groups.items()
@@ -50,25 +50,25 @@ def summary(records: Sequence[Record]) -> list[Summary]:
 
 
 def notice(results: Mapping[str, Any]) -> str:
-    """What is said above tables and plots of drafts that no drafter made; empty otherwise."""
+    """Return the notice above tables and plots with synthetic drafts; empty without them."""
     acceptance = results.get("synthetic_acceptance")
     return "" if acceptance is None else f"SYNTHETIC acceptance {acceptance:g}"
 
 
-def _occasion(record: Record) -> tuple[int, str, int]:
+def _run_key(record: Record) -> tuple[int, str, int]:
     return record.batch_size, record.prompt, record.repeat
 
 
 def _ratio_to(
     others: Mapping[tuple[int, str, int], float], group: Sequence[Record]
 ) -> float | None:
-    """The median over prompts of the speed relative to `others` in the same repetition."""
-    found: dict[str, list[float]] = defaultdict(list)
+    """Return the median over prompts of the speedup over `others` in the same repetition."""
+    ratios: dict[str, list[float]] = defaultdict(list)
     for record in group:
-        if _occasion(record) not in others:
+        if _run_key(record) not in others:
             return None
-        found[record.prompt].append(record.ratio / others[_occasion(record)])
-    return median(median(ratios) for ratios in found.values())
+        ratios[record.prompt].append(record.ratio / others[_run_key(record)])
+    return median(map(median, ratios.values()))
 
 
 def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) -> Summary:
@@ -92,48 +92,48 @@ def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) ->
         "outputs": sum(len(record.rows) for record in first),
         "identical_by_task": by_task,
     }
-    spent = [(r.seconds, r.stats) for r in group if r.stats is not None]
-    if spent:
-        row |= _drafting([stats for _, stats in spent], sum(seconds for seconds, _ in spent))
+    ours = [(r.seconds, r.stats) for r in group if r.stats is not None]
+    if ours:
+        row |= _drafting([stats for _, stats in ours], sum(seconds for seconds, _ in ours))
     return row
 
 
 def spread_of(group: Sequence[Record], figure: str) -> Summary:
-    """The spread of a figure over prompts, of each the median over repetitions."""
+    """Return the spread over prompts of a figure, taking the median over repetitions first."""
     low, middle, high = spread(list(per_prompt(group, figure).values()))
     return {f"{figure}_p20": low, figure: middle, f"{figure}_p80": high}
 
 
 def _identical(group: Sequence[Record]) -> dict[str, tuple[int, int]] | None:
-    """Task -> outputs identical in every repetition, and all outputs; None if they are sampled."""
+    """Return task -> (outputs identical in every repetition, all outputs); None if sampled."""
     outputs: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for record in group:
-        for place, row in enumerate(record.rows):
-            outputs[record.prompt, place].append(row)
+        for index, row in enumerate(record.rows):
+            outputs[record.prompt, index].append(row)
     if any(row.identical is None for rows in outputs.values() for row in rows):
         return None
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for rows in outputs.values():
-        same, number = found.get(rows[0].task, (0, 0))
-        found[rows[0].task] = same + all(row.identical for row in rows), number + 1
-    return found
+        same, number = counts.get(rows[0].task, (0, 0))
+        counts[rows[0].task] = same + all(row.identical for row in rows), number + 1
+    return counts
 
 
 def _drafting(stats: Sequence[SpecStats], seconds: float) -> Summary:
-    """What only our own strategies count: acceptance, drafts, where the time went."""
-    together, count = sum(stats, SpecStats([])), len(stats)
-    rounds = together.counters.get("rounds", 0)
-    merged = together.counters.get("rounds_with_merged_accepted", 0)
-    reached = zip(together.accepted_by_position, together.drafted_by_position, strict=False)
+    """Return the figures of our strategies: acceptance, drafts, shares of the time."""
+    total, count = sum(stats, SpecStats([])), len(stats)
+    rounds = total.counters.get("rounds", 0)
+    merged = total.counters.get("rounds_with_merged_accepted", 0)
+    positions = zip(total.accepted_by_position, total.drafted_by_position, strict=False)
     return {
-        "tau": fmean(one.tau for one in stats),
-        "alpha": together.accepted_tokens / max(together.new_tokens, 1),
-        "acceptance_by_position": [accepted / drafted for accepted, drafted in reached],
-        "drafted_tokens": together.drafted_tokens / count,
-        "draft_nodes": fmean(one.counters.get("draft_nodes", one.drafted_tokens) for one in stats),
-        "draft_forwards": together.draft_forwards / count,
+        "tau": fmean(s.tau for s in stats),
+        "alpha": total.accepted_tokens / max(total.new_tokens, 1),
+        "acceptance_by_position": [accepted / drafted for accepted, drafted in positions],
+        "drafted_tokens": total.drafted_tokens / count,
+        "draft_nodes": fmean(s.counters.get("draft_nodes", s.drafted_tokens) for s in stats),
+        "draft_forwards": total.draft_forwards / count,
         "rounds_with_merged_accepted": merged / rounds if rounds else 0.0,
-        "draft_share": together.draft_seconds / seconds,
-        "verify_share": together.verify_seconds / seconds,
-        "outside_forward": 1 - together.verify_seconds / seconds,
+        "draft_share": total.draft_seconds / seconds,
+        "verify_share": total.verify_seconds / seconds,
+        "outside_forward": 1 - total.verify_seconds / seconds,
     }

@@ -1,8 +1,8 @@
-"""Seconds and peak memory of a stretch of work.
+"""Wall-clock time and peak memory.
 
-Memory is what the allocator held on a GPU, and what the process held on a CPU. A process keeps
-memory that others left, so on a CPU figures of one run of a benchmark hold all its models and
-whatever each contender keeps; only differences between runs say what one needs.
+On a GPU, memory is what the allocator held; on a CPU, the resident memory of the process. A process
+keeps freed memory, so a CPU figure includes all models of the benchmark and everything that other
+contenders cache. Only differences between runs show what one contender needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STATUS = Path("/proc/self/status")
 def timed(
     call: Callable[[], Result], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[Result, float]:
-    """What `call` returns and its seconds, from an idle GPU to an idle GPU if there is one."""
+    """Return the result of `call` and its seconds; waits for a GPU before and after."""
     synchronize()
     start = clock()
     result = call()
@@ -34,13 +34,13 @@ def timed(
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if there is one, so that a clock sees its work."""
+    """Wait for the GPU, if there is one, so that its work is included in a timing."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin a stretch of work on `device`."""
+    """Reset the peak of `peak_bytes`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif _RESET.exists():
@@ -48,10 +48,10 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Most bytes held since `reset_peak`; None where it is not known."""
+    """Return the peak memory in bytes since `reset_peak`, None where it is not available."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type != "cpu" or not _RESET.exists():
         return None
-    found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
-    return None if found is None else int(found[1]) * 1024
+    peak = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+    return None if peak is None else int(peak[1]) * 1024

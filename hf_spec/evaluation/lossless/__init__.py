@@ -1,1 +1,1 @@
-"""Proof that a strategy leaves the output as it is."""
+"""Checks that a strategy keeps the output, and that a published head is read correctly."""

@@ -1,9 +1,10 @@
-"""What the configs of published heads leave open, family by family, and how a reading is tried."""
+"""Options of published heads that their configs leave ambiguous, by family."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,39 +19,41 @@ from hf_spec.methods.eagle.head import FAMILIES, Eagle1Head, EagleHead
 from hf_spec.methods.eagle.spec import THETA
 from hf_spec.methods.falcon.rank_stats import ranks_along
 
-# (T, H) hidden states of a text, by their index.
+# (T, H) hidden states of a text, by layer index.
 States = Mapping[int, Tensor]
-# Answers to one question: (option, value) pairs that differ from what the config says.
-Question = list[tuple[str, Any]]
+# (option, value) pairs, the alternatives to the config's value of one option.
+Alternatives = list[tuple[str, Any]]
 
 
-class OpenReadings(Protocol):
-    """The readings of a family that are tried.
+class AmbiguousConfig(ABC):
+    """Ambiguous options of a family of heads.
 
     Attributes:
-        config: name of the class that has these options.
+        config: name of the config class that has these options.
     """
 
     config: str
 
-    def questions(self, own: Any, target: PreTrainedModel) -> Iterator[Question]:
-        """What is open in the head `own`, which was read as its config says."""
+    @abstractmethod
+    def alternatives(self, head: Any, target: PreTrainedModel) -> Iterator[Alternatives]:
+        """Yield the alternatives of each ambiguous option of `head`, loaded as its config says."""
 
-    def agreed(self, head: Any, tokens: Sequence[int], states: States, starts: range) -> int:
-        """How often the first draft after one of the places `starts` is the token there is."""
+    @abstractmethod
+    def num_agreed(self, head: Any, tokens: Sequence[int], states: States, starts: range) -> int:
+        """Return how many first drafts after the positions `starts` equal the next token."""
 
 
-class EagleReadings:
-    """Layers, the rotary base, the embedding and a norm of EAGLE heads."""
+class AmbiguousEagleConfig(AmbiguousConfig):
+    """Layers, rotary base, embedding and norm of EAGLE heads."""
 
     config = "EagleConfig"
 
-    def questions(self, own: EagleHead, target: PreTrainedModel) -> Iterator[Question]:
-        """See `OpenReadings`."""
+    def alternatives(self, head: EagleHead, target: PreTrainedModel) -> Iterator[Alternatives]:
+        """See `AmbiguousConfig`."""
         text: Any = target.config.get_text_config()
-        spec, depth = own.spec, text.num_hidden_layers
-        # Earlier heads read the last state, and have no such norm.
-        later = not isinstance(own, Eagle1Head)
+        spec, depth = head.spec, text.num_hidden_layers
+        # EAGLE-1 heads use the last state and have no such norm.
+        later = not isinstance(head, Eagle1Head)
         if later:
             layers = tuple(depth if i == BEFORE_NORM else i for i in spec.hidden_layers)
             usual = default_aux_layers(depth)
@@ -58,40 +61,46 @@ class EagleReadings:
         rope = getattr(text, "rope_parameters", None) or {}
         thetas = {THETA, float(rope.get("rope_theta") or THETA)}
         yield [("rope_theta", t) for t in sorted(thetas - {float(spec.rope["rope_theta"])})]
-        yield [("embedding", way) for way in ("target", "own", "scaled") if way != spec.embedding]
+        yield [
+            ("embedding", kind) for kind in ("target", "own", "scaled") if kind != spec.embedding
+        ]
         if later:
             yield [("norm_before_residual", not spec.norm_before_residual)]
-            # Whether the feature that is handed on is normed shows in later drafts alone.
+            # `norm_output` changes only later drafts, which are not compared.
 
-    def agreed(self, head: EagleHead, tokens: Sequence[int], states: States, starts: range) -> int:
-        """See `OpenReadings`."""
+    def num_agreed(
+        self, head: EagleHead, tokens: Sequence[int], states: States, starts: range
+    ) -> int:
+        """See `AmbiguousConfig`."""
         features = head.fuse([states[layer][:-1] for layer in head.hidden_layers])
         return int((ranks_along(head, tokens, features, list(starts), 1) == 0).sum())
 
 
-class BlockReadings:
-    """Layers, what an output drafts, and the factor of the embedding, of block heads."""
+class AmbiguousBlockConfig(AmbiguousConfig):
+    """Layers, position drafted by an output, and embedding scale of block heads."""
 
     config = "BlockConfig"
 
-    def questions(self, own: BlockHead, target: PreTrainedModel) -> Iterator[Question]:
-        """See `OpenReadings`."""
+    def alternatives(self, head: BlockHead, target: PreTrainedModel) -> Iterator[Alternatives]:
+        """See `AmbiguousConfig`."""
         text: Any = target.config.get_text_config()
-        yield _other_layers(own.hidden_layers, text.num_hidden_layers)
-        yield [("from_anchor", not own.shape.from_anchor)]
-        scales = {1.0, float(text.hidden_size) ** 0.5} - {own.shape.embedding_scale}
+        yield _other_layers(head.hidden_layers, text.num_hidden_layers)
+        yield [("from_anchor", not head.shape.from_anchor)]
+        scales = {1.0, float(text.hidden_size) ** 0.5} - {head.shape.embedding_scale}
         yield [("embedding_scale", scale) for scale in sorted(scales)]
 
-    def agreed(self, head: BlockHead, tokens: Sequence[int], states: States, starts: range) -> int:
-        """See `OpenReadings`."""
-        runner, known, agreed = BlockRunner(head, 1), 0, 0
+    def num_agreed(
+        self, head: BlockHead, tokens: Sequence[int], states: States, starts: range
+    ) -> int:
+        """See `AmbiguousConfig`."""
+        runner, learned, agreed = BlockRunner(head, 1), 0, 0
         with runner.active():
             for start in starts:
-                new = slice(known, start)
+                new = slice(learned, start)
                 runner.learn(
-                    {0: (known, start - known)}, [states[i][new] for i in head.hidden_layers]
+                    {0: (learned, start - learned)}, [states[i][new] for i in head.hidden_layers]
                 )
-                known = start
+                learned = start
                 root = torch.tensor([tokens[start]], device=runner.device)
                 proposals = runner.propose({0: tokens[start]}, 1)
                 logits = proposals.after(root, torch.zeros_like(root))
@@ -100,15 +109,15 @@ class BlockReadings:
 
 
 def _other_layers(
-    own: tuple[int, ...], depth: int, more: Sequence[tuple[int, ...]] = ()
-) -> Question:
-    """Indices off by one, which ids of the other way of counting are, and `more`."""
-    ways = [*(tuple(i + step for i in own) for step in (1, -1)), *more]
-    fit = [way for way in dict.fromkeys(ways) if all(0 <= i <= depth for i in way)]
-    return [("aux_layers", way) for way in fit if way != own]
+    layers: tuple[int, ...], depth: int, more: Sequence[tuple[int, ...]] = ()
+) -> Alternatives:
+    """Return the layers shifted by 1 and -1 (ids and indices differ by one), and `more`."""
+    choices = [*(tuple(i + step for i in layers) for step in (1, -1)), *more]
+    valid = [choice for choice in dict.fromkeys(choices) if all(0 <= i <= depth for i in choice)]
+    return [("aux_layers", choice) for choice in valid if choice != layers]
 
 
-OPEN_READINGS: dict[str, OpenReadings] = {
-    **dict.fromkeys(FAMILIES, EagleReadings()),
-    **dict.fromkeys((DFLASH, DSPARK), BlockReadings()),
+AMBIGUOUS_CONFIGS: dict[str, AmbiguousConfig] = {
+    **dict.fromkeys(FAMILIES, AmbiguousEagleConfig()),
+    **dict.fromkeys((DFLASH, DSPARK), AmbiguousBlockConfig()),
 }

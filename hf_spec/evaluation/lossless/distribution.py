@@ -1,9 +1,9 @@
-"""Whether sampled tokens follow a known distribution: cells, chi-square, and what it can find.
+"""Chi-square test of sampled tokens against a known distribution, and its power.
 
-What may be generated first is divided into *cells*: every continuation of the given length that is
-likely enough to be expected several times, and for each beginning of one "anything else". Observed
-counts are compared with exact probabilities by Pearson's chi-square; its power against a bias is
-that of the noncentral distribution with n * sum((p' - p)**2 / p).
+Continuations are divided into *cells*: every continuation of the given length that is likely enough
+to be expected several times, and for each prefix of one a cell for all others. Pearson's chi-square
+compares observed counts with exact probabilities. Its power against a bias p' is that of the
+noncentral distribution with noncentrality n * sum((p' - p)**2 / p).
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-# Tokens that follow a prompt.
+# Tokens after a prompt.
 Path = tuple[int, ...]
 
-# Paths of one length -> (M, V) float64, what follows each.
+# M paths of one length -> (M, V) float64 probabilities of the next token.
 NextProbs = Callable[[Sequence[Path]], Tensor]
 
-# A cell that is expected less often than this makes chi-square too eager.
+# With fewer expected counts in a cell, chi-square rejects too often.
 MIN_EXPECTED = 5
 
-# Probabilities below this are rounding, not chance.
+# Smaller probabilities are rounding errors of 0.
 IMPOSSIBLE = 1e-12
 
 
 @dataclass(frozen=True)
 class Cells:
-    """A division of all continuations of `steps` tokens, or fewer where one ends.
+    """Partition of all continuations of `steps` tokens, or fewer where a sequence ends.
 
     Attributes:
-        leaves: whole continuations with their probability.
-        rests: beginnings, with the probability that something else follows than a longer entry.
-        possible: of each beginning, which tokens may follow it, (V,) bool.
+        leaves: probabilities of complete continuations.
+        rests: prefixes with the probability of all continuations that have no longer entry.
+        possible: (V,) bool for each prefix, True for tokens that may follow.
     """
 
     steps: int
@@ -44,26 +44,24 @@ class Cells:
     rests: dict[Path, float] = field(default_factory=dict)
     possible: dict[Path, Tensor] = field(default_factory=dict)
 
-    def place(self, continuation: Path) -> tuple[Path, bool]:
-        """The leaf or beginning that a continuation belongs to, and whether it may come at all."""
+    def locate(self, continuation: Path) -> tuple[Path, bool]:
+        """Return the leaf or prefix of a continuation, and False if its probability is 0."""
         for length in range(self.steps):
-            path = continuation[:length]
-            token = continuation[length]
-            if not self.possible[path][token]:
+            path, longer = continuation[:length], continuation[: length + 1]
+            if not self.possible[path][continuation[length]]:
                 return path, False
-            longer = continuation[: length + 1]
             if longer in self.leaves:
                 return longer, True
             if longer not in self.rests:
                 return path, True
-        raise AssertionError(f"{continuation} is longer than its own cell")
+        raise AssertionError(f"{continuation} is longer than its cell")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Chi-square of counts against their expectation, with `cells - 1` degrees of freedom.
+    """Chi-square of counts against expected counts, with `cells - 1` degrees of freedom.
 
-    `impossible` are draws that have probability 0.
+    `impossible` counts draws of probability 0.
     """
 
     draws: int
@@ -73,7 +71,7 @@ class Comparison:
 
     @property
     def p_value(self) -> float:
-        """Probability of a statistic as large as this if the distribution is right."""
+        """Probability of a statistic at least this large under the expected distribution."""
         if self.impossible:
             return 0.0
         return chi_square_tail(self.statistic, self.cells - 1)
@@ -82,9 +80,10 @@ class Comparison:
 def divide(
     next_probs: NextProbs, steps: int, min_probability: float, ends: Collection[int] = ()
 ) -> Cells:
-    """Find the cells of a model's continuations of `steps` tokens; nothing follows `ends`.
+    """Return the cells of a model's continuations of `steps` tokens.
 
-    `next_probs` is called once per step; `min_probability` is that of a cell of its own.
+    `next_probs` is called once per step; `min_probability` is the minimum of a separate cell, and
+    `ends` are end-of-sequence tokens.
     """
     cells = Cells(steps)
     level: dict[Path, float] = {(): 1.0}
@@ -106,36 +105,37 @@ def divide(
 
 
 def compare(cells: Cells, continuations: Iterable[Path]) -> Comparison:
-    """Chi-square of drawn continuations, each of `cells.steps` tokens or ended before."""
-    places = [cells.place(continuation) for continuation in continuations]
-    counts = Counter(path for path, _ in places)
-    # Leaves and beginnings have names of their own: one is never a part of the other.
+    """Return the chi-square of drawn continuations of `cells.steps` tokens or to their end."""
+    located = [cells.locate(continuation) for continuation in continuations]
+    counts = Counter(path for path, _ in located)
+    # No path is both a leaf and a prefix.
     probs = {**cells.leaves, **cells.rests}
-    found = ((prob * len(places), counts[path]) for path, prob in probs.items())
-    return chi_square(found, sum(not possible for _, possible in places))
+    pairs = ((prob * len(located), counts[path]) for path, prob in probs.items())
+    return chi_square(pairs, sum(not possible for _, possible in located))
 
 
-def chi_square(found: Iterable[tuple[float, int]], impossible: int = 0) -> Comparison:
-    """Compare how many were expected in each cell with how many there are, `impossible` of them."""
-    merged = merge_rare(found)
-    statistic = sum((seen - expected) ** 2 / expected for expected, seen in merged)
-    return Comparison(sum(seen for _, seen in merged), len(merged), statistic, impossible)
+def chi_square(cells: Iterable[tuple[float, int]], impossible: int = 0) -> Comparison:
+    """Return the chi-square of (expected, observed) pairs, `impossible` draws among them."""
+    merged = merge_rare(cells)
+    statistic = sum((observed - expected) ** 2 / expected for expected, observed in merged)
+    draws = sum(observed for _, observed in merged)
+    return Comparison(draws, len(merged), statistic, impossible)
 
 
 def merge_rare(cells: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Put (expected, observed) pairs that are expected too rarely together into one."""
+    """Merge (expected, observed) pairs below `MIN_EXPECTED` into one."""
     ordered = sorted(cells, reverse=True)
-    kept = [cell for cell in ordered if cell[0] >= MIN_EXPECTED]
-    rare = ordered[len(kept) :]
-    while kept and rare and sum(expected for expected, _ in rare) < MIN_EXPECTED:
-        rare.append(kept.pop())
+    frequent = [cell for cell in ordered if cell[0] >= MIN_EXPECTED]
+    rare = ordered[len(frequent) :]
+    while frequent and rare and sum(expected for expected, _ in rare) < MIN_EXPECTED:
+        rare.append(frequent.pop())
     if rare:
-        kept.append((sum(e for e, _ in rare), sum(seen for _, seen in rare)))
-    return kept
+        frequent.append((sum(e for e, _ in rare), sum(observed for _, observed in rare)))
+    return frequent
 
 
 def chi_square_tail(statistic: float, freedom: float) -> float:
-    """Probability that chi-square with `freedom` degrees of freedom exceeds `statistic`."""
+    """Return the probability that chi-square with `freedom` degrees exceeds `statistic`."""
     if freedom <= 0:
         return 1.0
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
@@ -143,12 +143,12 @@ def chi_square_tail(statistic: float, freedom: float) -> float:
 
 
 def chi_square_limit(significance: float, freedom: float) -> float:
-    """The statistic that is exceeded with probability `significance`."""
+    """Return the statistic that is exceeded with probability `significance`."""
     return _bisect(lambda x: chi_square_tail(x, freedom) > significance, freedom + 10.0)
 
 
 def power(noncentrality: float, freedom: int, significance: float) -> float:
-    """Probability that a test finds a bias p' of `noncentrality` n * sum((p' - p)**2 / p)."""
+    """Return the probability of detecting a bias p' of noncentrality n * sum((p' - p)**2 / p)."""
     limit = torch.tensor(chi_square_limit(significance, freedom) / 2, dtype=torch.float64)
     mean = noncentrality / 2
     # The noncentral distribution is a Poisson mixture of central ones.
@@ -159,11 +159,11 @@ def power(noncentrality: float, freedom: int, significance: float) -> float:
 
 
 def detectable_share(draws: int, freedom: int, significance: float, wanted: float = 0.99) -> float:
-    """The least share of probability that no bias can move between cells without being found.
+    """Return the smallest share of probability whose shift between cells is always detected.
 
-    Moving a share d has a noncentrality of at least 4 * n * d**2 (Cauchy-Schwarz, reached where it
-    goes from one half of the probability to the other). It is found with the probability `wanted`;
-    1 means a test that finds nothing for certain.
+    Shifting a share d has a noncentrality of at least 4 * n * d**2 (Cauchy-Schwarz; equality if it
+    moves from one half of the probability to the other). The shift is detected with probability
+    `wanted`. A result of 1 means that no bias is certain to be detected.
     """
     if not draws or freedom <= 0:
         return 1.0
@@ -172,7 +172,7 @@ def detectable_share(draws: int, freedom: int, significance: float, wanted: floa
 
 
 def _bisect(below: Callable[[float], bool], start: float) -> float:
-    """The place above 0 where `below` turns False."""
+    """Return the value above 0 at which `below` turns False."""
     low, high = 0.0, start
     while below(high):
         low, high = high, 2 * high

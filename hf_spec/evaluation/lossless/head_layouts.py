@@ -1,9 +1,9 @@
-"""Which reading of a published head fits: how often its first draft is the target's next token.
+"""Choice of a published head's layout by its agreement with the target (`hf-spec check-head`).
 
-A head that is read wrongly never fails, it only drafts worse, and configs leave some of it open.
-Each question of its family (`hf_spec.evaluation.lossless.ambiguous_layouts`) is answered by the
-reading whose first drafts agree most often with what the target itself said; another one than the
-config's has to be better by more than chance.
+A head that is loaded with a wrong layout raises no error; it only drafts worse. Configs leave some
+options ambiguous (`hf_spec.evaluation.lossless.ambiguous_layouts`). For each of them, the value
+whose first drafts agree most often with the target's own tokens is chosen. It replaces the config's
+value only if the difference is larger than chance.
 """
 
 from __future__ import annotations
@@ -20,135 +20,133 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.published import PublishedHead, read_published
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
-from hf_spec.evaluation.lossless.ambiguous_layouts import OPEN_READINGS, OpenReadings, States
+from hf_spec.evaluation.lossless.ambiguous_layouts import AMBIGUOUS_CONFIGS, States
 from hf_spec.methods.loading import build_published
 
-# Standard errors by which a reading must be better than that of the config.
+# Standard errors by which a layout must be better than that of the config.
 BETTER_BY = 2.0
 
-Changes = tuple[tuple[str, Any], ...]
+Overrides = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a head fares under one reading.
+    """Agreement of a head's first drafts with the target under one layout.
 
     Attributes:
-        changes: what is read against the config, (option of its strategy, value) pairs.
-        agreed, compared: first drafts that were the target's own next token, of how many.
-        config: name of the class whose options these are.
+        config_overrides: (option, value) pairs that replace values of the config.
+        agreed, compared: first drafts that equal the target's next token, and all first drafts.
+        config: name of the config class that has these options.
     """
 
-    changes: Changes
+    config_overrides: Overrides
     agreed: int
     compared: int
     config: str = ""
 
     @property
     def share(self) -> float:
-        """Of first drafts that agreed."""
+        """Share of first drafts that agree."""
         return self.agreed / max(self.compared, 1)
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of `share`, at least that of one token."""
+        count = max(self.compared, 1)
+        return max(math.sqrt(self.share * (1 - self.share) / count), 1 / count)
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Token ids of texts, and where in each the target's own answer begins."""
+    """Token ids of texts, and the positions at which the target's answers begin."""
 
     tokens: list[list[int]]
     begins: list[int]
 
 
 @torch.no_grad()
-def own_answers(target: PreTrainedModel, prompts: Sequence[Tensor], num_tokens: int) -> Texts:
-    """Greedy answers of plain `generate()` to (1, L) prompts, `num_tokens` in all or more."""
+def target_answers(target: Any, prompts: Sequence[Tensor], num_tokens: int) -> Texts:
+    """Return plain greedy outputs for (1, L) prompts, at least `num_tokens` tokens in all."""
     each = -(-num_tokens // len(prompts))
     texts = Texts([], [])
     for prompt in prompts:
         ids = prompt.to(target.device)
-        options: Any = {"max_new_tokens": each, "do_sample": False, "num_beams": 1}
-        model: Any = target
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        options = {"max_new_tokens": each, "do_sample": False, "num_beams": 1}
+        output = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
         texts.tokens.append(output[0].tolist())
         texts.begins.append(prompt.shape[1])
     return texts
 
 
-def read_head(name: str) -> PublishedHead:
-    """The head in a folder or repository; `AssistantError` if its family has no open readings."""
+def read_ambiguous_head(name: str) -> PublishedHead:
+    """Read a published head from a folder or repository.
+
+    Raises:
+        AssistantError: if it is not a published head, or its family has no ambiguous options.
+    """
     published = read_published(name)
-    if published is None or published.family not in OPEN_READINGS:
-        what = "no published head" if published is None else f"one of {published.family!r}"
-        families = ", ".join(OPEN_READINGS)
-        raise AssistantError(f"{name!r} is {what}; readings are open in heads of {families}")
+    if published is None or published.family not in AMBIGUOUS_CONFIGS:
+        what = "not a published head" if published is None else f"a {published.family!r} head"
+        families = ", ".join(AMBIGUOUS_CONFIGS)
+        raise AssistantError(
+            f"{name!r} is {what}; only heads of these families have an ambiguous layout: {families}"
+        )
     return published
 
 
-def check_readings(
+def choose_layout(
     published: PublishedHead,
     target: PreTrainedModel,
     texts: Texts,
-    tell: Callable[[Agreement], None],
+    report: Callable[[Agreement], None],
 ) -> Agreement:
-    """Try the readings of a head (of `read_head`) that its config leaves open; the one that fits.
+    """Try the layouts of a head (from `read_ambiguous_head`) and return the best one.
 
-    `tell` is called with each agreement, that of the config's own reading first.
+    `report` is called with each agreement, first with that of the unchanged config.
 
     Raises:
         AssistantError: if the head does not fit the target.
     """
-    family = OPEN_READINGS[published.family]
+    family = AMBIGUOUS_CONFIGS[published.family]
     states = _all_states(target, texts)
 
-    def measured(changes: Changes) -> Agreement:
-        head = build_published(replace(published, overrides=changes), target)
-        return _measured(family, head, changes, texts, states)
+    @torch.no_grad()
+    def measure(overrides: Overrides) -> Agreement:
+        head = build_published(replace(published, overrides=overrides), target)
+        agreed = compared = 0
+        for tokens, begin, text_states in zip(texts.tokens, texts.begins, states, strict=True):
+            # The draft after position p predicts token p + 1.
+            starts = range(max(begin - 1, 1), len(tokens) - 1)
+            agreed += family.num_agreed(head, tokens, text_states, starts)
+            compared += len(starts)
+        return Agreement(overrides, agreed, compared, family.config)
 
-    best = measured(())
-    tell(best)
-    own = build_published(published, target)
-    for question in family.questions(own, target):
+    best = measure(())
+    report(best)
+    for alternatives in family.alternatives(build_published(published, target), target):
         tried = []
-        for change in question:
+        for override in alternatives:
             try:
-                tried.append(measured((*best.changes, change)))
+                tried.append(measure((*best.config_overrides, override)))
             except AssistantError:
-                # A reading that its tensors cannot have.
+                # Its tensors do not have this layout.
                 continue
-            tell(tried[-1])
-        winner = max(tried, key=lambda one: one.agreed, default=best)
-        if winner.share > best.share + BETTER_BY * _error(best):
+            report(tried[-1])
+        winner = max(tried, key=lambda agreement: agreement.agreed, default=best)
+        if winner.share > best.share + BETTER_BY * best.standard_error:
             best = winner
     return best
 
 
-def _error(found: Agreement) -> float:
-    """The standard error of a share, at least that of one token."""
-    share, count = found.share, max(found.compared, 1)
-    return max(math.sqrt(share * (1 - share) / count), 1 / count)
-
-
 @torch.no_grad()
 def _all_states(target: PreTrainedModel, texts: Texts) -> list[States]:
-    """Per text the (T, H) states of every index, and those before the norm."""
-    found: list[States] = []
+    """Return per text the (T, H) states of every layer index, and those before the norm."""
+    all_states: list[States] = []
     last = LastLayer(target)
     with last.watched():
         for tokens in texts.tokens:
             ids = torch.tensor([tokens], device=target.device)
-            states = target(ids, output_hidden_states=True, use_cache=False).hidden_states
-            mine = {index: state[0] for index, state in enumerate(states)}
-            found.append({**mine, -1: states[-1][0], BEFORE_NORM: last.take()[0]})
-    return found
-
-
-@torch.no_grad()
-def _measured(
-    family: OpenReadings, head: Any, changes: Changes, texts: Texts, states: Sequence[States]
-) -> Agreement:
-    agreed = compared = 0
-    for tokens, begin, mine in zip(texts.tokens, texts.begins, states, strict=True):
-        # A draft from place p is the guess at token p + 1.
-        starts = range(max(begin - 1, 1), len(tokens) - 1)
-        agreed += family.agreed(head, tokens, mine, starts)
-        compared += len(starts)
-    return Agreement(changes, agreed, compared, family.config)
+            hidden = target(ids, output_hidden_states=True, use_cache=False).hidden_states
+            states = {index: state[0] for index, state in enumerate(hidden)}
+            all_states.append({**states, -1: hidden[-1][0], BEFORE_NORM: last.take()[0]})
+    return all_states

@@ -1,10 +1,10 @@
-"""Why two greedy outputs differ: a tie of the two largest logits, or a mistake.
+"""Classification of differences between greedy outputs: a tie of two logits, or a bug.
 
-A forward over a draft tree adds up the same products as plain decoding in another order, so its
-logits differ by rounding. Where plain decoding prefers token a and the tree token b, the margin of
-a over b in the plain logits can be at most twice that difference. It is measured at the very place,
-in several shapes of the engine's forward, counts for no less than one step of the dtype, and must
-itself be rounding: of the size of what two plain forwards of other shape differ by.
+A forward pass over a draft tree sums in another order than plain decoding, so its logits differ by
+rounding. If plain decoding prefers token a and the tree token b, rounding allows a margin of a over
+b of at most twice that difference. The difference is measured at the same position for several
+shapes of the engine's forward pass, with one step of the dtype as its minimum. It must itself be
+rounding: comparable to the difference between two plain forward passes of different shapes.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.evaluation.lossless.sampling import continued
+from hf_spec.engine.runner import ModelRunner
+from hf_spec.evaluation.lossless.sampling import generate_after
 from hf_spec.training.responses import end_tokens
 
 TIE, BUG, UNSTABLE = "tie", "bug", "unstable"
 
-# Nodes of the widest forward that is tried at the place of a difference.
+# Nodes of the widest forward pass tried at a difference.
 CHAIN = 8
-# How much larger than the rounding of plain forwards that of the engine may be.
+# Maximum ratio of the engine's rounding to that of plain forward passes.
 ROUNDING_FACTOR = 4
-# Logits far below the largest may round more coarsely; so many of the largest are looked at.
+# Number of largest logits compared; much smaller ones may be rounded more coarsely.
 LIKELIEST = 64
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where an output leaves plain decoding.
+    """First position where an output differs from plain decoding.
 
     Attributes:
-        position: of the differing token, counted from the first generated one.
-        plain_token, token: what plain decoding says there and what came; None after an end.
-        margin: how much larger the plain score of `plain_token` is than that of `token`.
-        error: largest difference between plain logits and the engine's at this place, among the
+        position: index of the differing token among the generated ones.
+        plain_token, token: tokens of plain decoding and of the output; None after the end.
+        margin: plain score of `plain_token` minus that of `token`.
+        error: maximum difference between plain logits and the engine's at this position, among the
             likeliest tokens.
-        noise: the same between two plain forwards, over all generated tokens up to here.
-        kind: "tie", "bug", or "unstable" where plain decoding does not repeat itself.
-        reason: in words.
+        noise: the same between two plain forward passes, over all generated tokens so far.
+        kind: "tie", "bug", or "unstable" if plain decoding is not reproducible.
+        reason: explanation.
     """
 
     position: int
@@ -58,71 +58,71 @@ class Difference:
 
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
-    """Where two outputs begin to differ, None if they are equal."""
+    """Return the index at which two outputs start to differ, None if they are equal."""
     pairs = zip(expected, got, strict=False)
     length = None if len(expected) == len(got) else min(len(expected), len(got))
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), length)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), length)
 
 
 @torch.no_grad()
 def differences(
     model: Any, prompt: Tensor, expected: Sequence[int], got: Sequence[int], new_tokens: int
 ) -> Iterator[Difference]:
-    """Explain how `got` departs from plain decoding.
+    """Yield the differences between the output `got` and plain decoding.
 
-    After a tie plain decoding goes on from the token that came, so that the rest of the output is
-    checked too. The first mistake is the last one looked at. Both outputs have `new_tokens` at the
-    most, after the (1, L) prompt that they begin with.
+    After a tie, plain decoding continues from the token of `got`, so that the rest of the output is
+    checked too. The first bug ends the check. Both outputs consist of the (1, L) prompt and at most
+    `new_tokens` tokens.
     """
     start = prompt.shape[1]
     limit = start + new_tokens
     text = prompt
-    while (place := first_difference(expected, got)) is not None:
-        difference = _explain(model, text, expected, got, place - start)
+    while (index := first_difference(expected, got)) is not None:
+        difference = _explain(model, text, expected, got, index - start)
         yield difference
-        if difference.kind != TIE or place + 1 >= limit:
+        if difference.kind != TIE or index + 1 >= limit:
             return
-        text = torch.tensor([got[: place + 1]], device=prompt.device)
-        if got[place] in end_tokens(model):
-            expected = got[: place + 1]
+        text = torch.tensor([got[: index + 1]], device=prompt.device)
+        if got[index] in end_tokens(model):
+            expected = got[: index + 1]
         else:
-            again = continued(model, text, limit - place - 1, do_sample=False)
-            expected = again.sequences[0].tolist()
+            rest = generate_after(model, text, limit - index - 1, do_sample=False)
+            expected = rest.sequences[0].tolist()
 
 
 def _explain(
     model: Any, text: Tensor, expected: Sequence[int], got: Sequence[int], position: int
 ) -> Difference:
-    place = first_difference(expected, got)
-    assert place is not None, "only called for outputs that differ"
-    if place >= min(len(expected), len(got)):
+    index = first_difference(expected, got)
+    assert index is not None, "only called for outputs that differ"
+    if index >= min(len(expected), len(got)):
         longer, shorter = ("plain", "this") if len(expected) > len(got) else ("this", "plain")
-        mine, theirs = (seq[place] if place < len(seq) else None for seq in (expected, got))
-        reason = f"the {shorter} output ends where the {longer} one goes on"
-        return Difference(position, mine, theirs, float("inf"), 0.0, 0.0, BUG, reason)
-    tokens = list(got[:place])
+        plain, other = (seq[index] if index < len(seq) else None for seq in (expected, got))
+        reason = f"the {shorter} output ends where the {longer} output continues"
+        return Difference(position, plain, other, float("inf"), 0.0, 0.0, BUG, reason)
+    tokens = list(got[:index])
     settings = {"do_sample": False, "output_logits": True, "output_scores": True}
-    again = continued(model, text, place - text.shape[1] + 1, **settings)
-    if again.sequences[0, :place].tolist() != tokens:
-        reason = "plain generate() gave another output the second time"
+    repeated = generate_after(model, text, index - text.shape[1] + 1, **settings)
+    if repeated.sequences[0, :index].tolist() != tokens:
+        reason = "plain generate() is not reproducible: its second output differs"
         return Difference(
-            position, expected[place], got[place], float("nan"), 0.0, 0.0, UNSTABLE, reason
+            position, expected[index], got[index], float("nan"), 0.0, 0.0, UNSTABLE, reason
         )
-    stepwise = torch.stack([step[0].float() for step in again.logits])
-    known = torch.tensor([tokens], device=text.device)
-    whole = model(known).logits[0, text.shape[1] - 1 :].float()
-    noise = _distance(stepwise, whole)
-    here = stepwise[-1]
-    shapes = _packed_logits(model, tokens, got[place : place + CHAIN - 1])
-    error = max(_distance(here, logits.float()) for logits in shapes)
-    scores = again.scores[-1][0].float()
-    margin = float(scores[expected[place]] - scores[got[place]])
-    kind, reason = _judge(margin, error, noise, _rounding(here, model.dtype))
-    return Difference(position, expected[place], got[place], margin, error, noise, kind, reason)
+    stepwise = torch.stack([step[0].float() for step in repeated.logits])
+    prefix = torch.tensor([tokens], device=text.device)
+    parallel = model(prefix).logits[0, text.shape[1] - 1 :].float()
+    noise = _distance(stepwise, parallel)
+    last = stepwise[-1]
+    shapes = _packed_logits(model, tokens, got[index : index + CHAIN - 1])
+    error = max(_distance(last, logits.float()) for logits in shapes)
+    scores = repeated.scores[-1][0].float()
+    margin = float(scores[expected[index]] - scores[got[index]])
+    kind, reason = _classify(margin, error, noise, _rounding(last, model.dtype))
+    return Difference(position, expected[index], got[index], margin, error, noise, kind, reason)
 
 
-def _judge(margin: float, error: float, noise: float, rounding: float) -> tuple[str, str]:
-    """Tie or mistake, and why."""
+def _classify(margin: float, error: float, noise: float, rounding: float) -> tuple[str, str]:
+    """Return TIE or BUG, and the reason."""
     allowed = ROUNDING_FACTOR * max(noise, rounding)
     if not error <= allowed:
         return BUG, (
@@ -135,31 +135,31 @@ def _judge(margin: float, error: float, noise: float, rounding: float) -> tuple[
 
 
 def _distance(plain: Tensor, other: Tensor) -> float:
-    """Between two (..., V) logits, where the plain ones are largest."""
-    best, places = plain.topk(min(LIKELIEST, plain.shape[-1]), dim=-1)
-    # Where both are -inf, as of tokens that do not exist, they agree.
-    return float((best - other.gather(-1, places)).nan_to_num(nan=0.0).abs().max())
+    """Return the maximum difference of two (..., V) logits among the largest plain ones."""
+    best, indices = plain.topk(min(LIKELIEST, plain.shape[-1]), dim=-1)
+    # Two -inf, as for unused token ids, are equal.
+    return float((best - other.gather(-1, indices)).nan_to_num(nan=0.0).abs().max())
 
 
 def _rounding(logits: Tensor, dtype: torch.dtype) -> float:
-    """One step of `dtype` at the size of the largest finite logit."""
+    """Return one step of `dtype` at the magnitude of the largest finite logit."""
     return float(logits[logits.isfinite()].abs().max()) * torch.finfo(dtype).eps
 
 
 def _packed_logits(
     model: PreTrainedModel, tokens: Sequence[int], following: Sequence[int]
 ) -> list[Tensor]:
-    """(V,) the engine's logits after `tokens`: in one forward, as a root, as that of a chain."""
+    """Return the engine's (V,) logits after `tokens` from a prefill, a root, a chain's root."""
     chain = [tokens[-1], *following]
-    found = []
+    logits = []
     for stored, nodes in ((False, chain[:1]), (True, chain[:1]), (True, chain)):
         runner = ModelRunner(model, 1)
         with runner.active():
             if stored and len(tokens) > 1:
                 runner.forward(_chain([tokens[-2]]), [tokens[:-1]])
                 runner.keep([[]])
-            found.append(runner.forward(_chain(nodes), [tokens]).logits[0])
-    return found
+            logits.append(runner.forward(_chain(nodes), [tokens]).logits[0])
+    return logits
 
 
 def _chain(nodes: Sequence[int]) -> DraftTree:

@@ -1,4 +1,4 @@
-"""How much `hf-spec verify` compares: defaults, bounds, and its help."""
+"""Settings of `hf-spec verify`, from which its help is built."""
 
 # Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
@@ -12,15 +12,16 @@ from hf_spec.common.settings import Count, Internal, Settings, Share, Within
 
 @dataclass(frozen=True)
 class SamplingPlan(Settings):
-    """What is drawn; the parts of sampling that a strategy does not change.
+    """Settings of the sampled continuations.
 
     Attributes:
-        draws: short samples after each of them.
-        steps: their length in tokens.
-        rows: of one call of generate().
-        look_ahead: tokens of the answer among which the place to start is chosen.
-        significance: probability of a false alarm, all texts together.
-        temperature, seed: of the samples.
+        draws: short samples after each sampled prompt.
+        steps: tokens of a sample.
+        rows: batch size of one generate() call.
+        look_ahead: tokens of the answer among which the starting point is chosen.
+        significance: probability of a false alarm over all texts.
+        temperature: sampling temperature.
+        seed: random seed.
     """
 
     draws: Annotated[int, Within(20)] = 500
@@ -33,18 +34,18 @@ class SamplingPlan(Settings):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of generate() that make it sample."""
+        """Sampling arguments of generate()."""
         return {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass(frozen=True)
 class VerificationPlan(Settings):
-    """How much is compared.
+    """Extent of a verification.
 
     Attributes:
-        new_tokens: of each greedy output.
-        sampled_prompts: prompts sampled from, the shortest ones; 0 for none.
-        sampling: what is drawn.
+        new_tokens: new tokens of each greedy output.
+        sampled_prompts: number of prompts to sample from, the shortest ones; 0 for none.
+        sampling: settings of the samples.
     """
 
     new_tokens: Count = 64

@@ -1,38 +1,34 @@
-"""Proof on a user's own model and prompts that a strategy leaves the output as it is.
+"""Verification on a user's model and prompts that a strategy does not change the output.
 
-Greedy outputs are compared token by token with plain `generate()`; `mismatch` finds the reason of
-every difference. Sampled tokens are compared with the model's own distribution (`sampling`). A
-strategy passes if all differences are ties, nothing speaks against the distribution, and accepted
-drafts were among what was compared: without them there was nothing that could have been wrong.
+Greedy outputs are compared with plain `generate()` token by token; `mismatch` classifies every
+difference. Sampled tokens are compared with the model's own distribution (`sampling`). A strategy
+passes if all differences are ties, no bias is detected, and the compared outputs contain accepted
+drafts, without which nothing was tested.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_spec.common.prompts import Prompt
-from hf_spec.evaluation.bench.contenders import plain, speculative
+from hf_spec.evaluation.bench.contenders import plain, speculative, without_stored_strategy
 from hf_spec.evaluation.bench.entries import Entry
 from hf_spec.evaluation.lossless.mismatch import TIE, Difference, differences
 from hf_spec.evaluation.lossless.sampling import SamplingResult, check_sampling
 from hf_spec.evaluation.lossless.settings import VerificationPlan
 
-# Verdicts, the worst first.
+# Verdicts, worst first.
 VERDICTS = FAILED, UNPROVEN, PASSED = "failed", "unproven", "passed"
 
 
 @dataclass(frozen=True)
 class GreedyOutput:
-    """One greedy output beside that of plain `generate()`.
-
-    What follows a difference that is a tie is compared with plain decoding from there on.
-    """
+    """One greedy output with its differences from plain `generate()`; see `differences`."""
 
     prompt: str
     task: str
@@ -42,13 +38,13 @@ class GreedyOutput:
 
     @property
     def mistakes(self) -> list[Difference]:
-        """The differences that are no ties."""
-        return [found for found in self.differences if found.kind != TIE]
+        """Differences other than ties."""
+        return [difference for difference in self.differences if difference.kind != TIE]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found about one strategy; `sampling` is None if nothing was drawn."""
+    """Result for one strategy; `sampling` is None if nothing was sampled."""
 
     name: str
     greedy: tuple[GreedyOutput, ...]
@@ -56,15 +52,15 @@ class Verification:
 
     @property
     def unproven(self) -> list[str]:
-        """What was compared without a single accepted draft: "greedy", "sampling"."""
+        """Parts ("greedy", "sampling") without a single accepted draft."""
         accepted = {"greedy": any(output.tau for output in self.greedy)}
         if self.sampling is not None:
             accepted["sampling"] = any(text.accepted for text in self.sampling.texts)
-        return [part for part, found in accepted.items() if not found]
+        return [part for part, any_accepted in accepted.items() if not any_accepted]
 
     @property
     def verdict(self) -> str:
-        """FAILED if more than ties was found, UNPROVEN if no draft was accepted, or PASSED."""
+        """FAILED for any mistake or bias, UNPROVEN without accepted drafts, otherwise PASSED."""
         wrong = any(output.mistakes for output in self.greedy)
         if wrong or (self.sampling is not None and not self.sampling.passed):
             return FAILED
@@ -72,11 +68,11 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether the verdict is PASSED."""
+        """True if the verdict is PASSED."""
         return self.verdict == PASSED
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values, with what follows from them."""
+        """Return JSON values, including the verdict."""
         sampling = self.sampling and {
             "significance": self.sampling.significance,
             "p_value": self.sampling.p_value,
@@ -105,7 +101,7 @@ def verify(
     plan: VerificationPlan,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Verification]:
-    """Check every strategy on every prompt; the model is in evaluation mode.
+    """Verify every strategy on every prompt; the model is in evaluation mode.
 
     `progress` is called after every greedy output and every sampled strategy.
     """
@@ -113,12 +109,12 @@ def verify(
     shortest = sorted(encoded, key=lambda ids: ids.shape[1])[: plan.sampled_prompts]
     greedy: dict[str, list[GreedyOutput]] = {entry.name: [] for entry in entries}
     sampled: dict[str, SamplingResult] = {}
-    with _plain_by_default(model):
+    with without_stored_strategy(model):
         for prompt, ids in zip(prompts, encoded, strict=True):
             expected = plain(model).run(ids, plan.new_tokens).sequence.tolist()
             for entry in entries:
                 run = speculative(model, ids, plan.new_tokens, **entry.method)
-                assert run.stats is not None, "our own strategies count"
+                assert run.stats is not None, "our strategies return statistics"
                 got = run.sequence.tolist()
                 output = GreedyOutput(
                     prompt.id,
@@ -136,17 +132,3 @@ def verify(
         Verification(entry.name, tuple(greedy[entry.name]), sampled.get(entry.name))
         for entry in entries
     ]
-
-
-@contextmanager
-def _plain_by_default(model: Any) -> Iterator[None]:
-    """A strategy that is stored with the model would make plain generate() speculate as well."""
-    config, stored = model.generation_config, model.generation_config.spec_strategy
-    # Named where it is None already, it would leave an entry in the config, which is saved.
-    if stored is not None:
-        config.spec_strategy = None
-    try:
-        yield
-    finally:
-        if stored is not None:
-            config.spec_strategy = stored

@@ -1,1 +1,1 @@
-"""The rounds of a generation, recorded and drawn."""
+"""Recording and drawing of the rounds of a generation."""

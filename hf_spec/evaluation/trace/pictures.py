@@ -1,6 +1,6 @@
-"""Pictures of drafts and batches as SVG: a token tree, a token graph, what a batch pads.
+"""SVG pictures of drafts and batches: a token tree, a token graph, padding in a batch.
 
-A `Canvas` shows itself in a notebook; `str(canvas)` is the contents of an SVG file.
+A notebook displays a `Canvas`; `str(canvas)` is the content of an SVG file.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from hf_spec.drafting.token_graph import TokenGraph
-from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.engine.forward.padded_batching import BATCHING
 
 Point = tuple[float, float]
 
 GROUND, INK, PALE = "#ffffff", "#1f2937", "#e5e7eb"
 ACCEPTED, REFUSED, PADDING = "#bbf7d0", "#f9fafb", "#fca5a5"
 ROWS = ("#bfdbfe", "#fde68a", "#ddd6fe", "#a5f3fc")
-# What each colour becomes where the reader has chosen a dark theme.
+# Replacement of each color in a dark theme.
 DARK = {
     GROUND: "#131416",
     INK: "#d1d5db",
@@ -26,23 +26,23 @@ DARK = {
     PADDING: "#991b1b",
     **dict(zip(ROWS, ("#1e40af", "#854d0e", "#5b21b6", "#155e75"), strict=True)),
 }
-# The shapes name the light colours themselves, for programs that know no style sheets.
+# Shapes have the light colors as attributes, for viewers without CSS.
 _RULES = "".join(
     f'.hf-spec[fill="{light}"],.hf-spec [fill="{light}"]{{fill:{dark}}}'
     for light, dark in DARK.items()
 )
 _RULES += f'.hf-spec [stroke="{INK}"]{{stroke:{DARK[INK]}}}'
 STYLE = f"<style>@media (prefers-color-scheme: dark){{{_RULES}}}</style>"
-# Of the box of a node and the space between boxes, in pixels.
+# Size of a node's box and space between boxes, in pixels.
 WIDTH, HEIGHT, GAP_X, GAP_Y = 76, 28, 34, 14
 MARGIN, TOP, FOOT = 20, 48, 38
 CELL = (16, 20)
-# Letters that a box has room for.
+# Maximum characters in a box.
 LONGEST_WORD = 10
 
 
 class Canvas:
-    """Shapes of an SVG picture, in pixels, on white or dark ground as the reader prefers."""
+    """SVG picture in pixel coordinates that follows the light or dark theme."""
 
     def __init__(self, width: int, height: int, title: str):
         self.title = title
@@ -59,7 +59,7 @@ class Canvas:
         ]
 
     def box(self, x: float, y: float, size: Point, fill: str, label: str = "") -> None:
-        """A rectangle with a centred label."""
+        """Add a rectangle with a centered label."""
         width, height = size
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" '
@@ -69,13 +69,13 @@ class Canvas:
             self.text(x + width / 2, y + height / 2 + 4.5, label, "middle")
 
     def text(self, x: float, y: float, words: str, anchor: str = "start") -> None:
-        """A line of text."""
+        """Add a line of text."""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
         )
 
     def arrow(self, start: Point, end: Point, dashed: bool) -> None:
-        """A line with a tip."""
+        """Add an arrow."""
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self.parts.append(
             f'<line x1="{start[0]:g}" y1="{start[1]:g}" x2="{end[0]:g}" y2="{end[1]:g}" '
@@ -93,7 +93,7 @@ class Canvas:
 
 
 def word(text: str) -> str:
-    """The text of a token as a box can show it: blanks visible, long words cut."""
+    """Return a token's text for a box: whitespace visible, long words truncated."""
     shown = text.strip() or text.replace("\n", "↵").replace(" ", "␣") or "∅"
     shown = shown.replace("\n", "↵")
     return shown if len(shown) <= LONGEST_WORD else shown[: LONGEST_WORD - 1] + "…"
@@ -105,43 +105,43 @@ def token_tree(
     accepted: Sequence[int] = (),
     bonus: str | None = None,
 ) -> Canvas:
-    """A draft tree after its verification, by the words and parents of its nodes, the root first.
+    """Draw a verified draft tree.
 
-    The accepted nodes are in order, without the root; `bonus` is the target's own token after them.
+    `words` and `parents` describe the nodes, root first; `accepted` lists accepted nodes in order,
+    without the root; `bonus` is the bonus token after them.
     """
-    kept = [0, *accepted]
+    path = [0, *accepted]
     words, parents = list(words), list(parents)
     if bonus is not None:
         words.append(bonus)
-        parents.append(kept[-1])
-    # The bonus token follows the path, but nobody drafted it.
+        parents.append(path[-1])
     bonus_node = len(words) - 1 if bonus is not None else -1
-    spots = places(parents)
+    spots = layout(parents)
     canvas = _fitting(spots, "A draft tree: the accepted path is green, the bonus token follows it")
     canvas.text(MARGIN, 24, "root: last committed token")
     canvas.text(240, 24, "draft tokens")
     for node, above in enumerate(parents):
         if above >= 0:
             connect(canvas, spots[above], spots[node], dashed=node == bonus_node)
-        fill = ROWS[0] if node == bonus_node else ACCEPTED if node in kept else REFUSED
+        fill = ROWS[0] if node == bonus_node else ACCEPTED if node in path else REFUSED
         canvas.box(*spots[node], (WIDTH, HEIGHT), fill, words[node])
     if bonus is not None:
         x, y = spots[bonus_node]
         canvas.text(x + WIDTH / 2, y - 3, "bonus", "middle")
     count = f"{len(accepted)} draft token{'' if len(accepted) == 1 else 's'}"
-    _foot(canvas, spots, f"one forward of the target: {count} and a bonus token")
+    _foot(canvas, spots, f"one target forward pass: {count} and a bonus token")
     return canvas
 
 
 def token_graph(
     graph: TokenGraph, words: Sequence[str], accepted: Sequence[int] = (), note: str | None = None
 ) -> Canvas:
-    """The token graph of a row, by the words of its nodes, the root first; merge edges are dashed.
+    """Draw the token graph of a row with the words of its nodes; merge edges are dashed.
 
-    Counts of nodes and merge edges stand below it, and the note.
+    The line below shows the numbers of nodes and merge edges, and the note.
     """
-    spots = places(graph.parents)
-    canvas = _fitting(spots, "A token graph: a merge edge leads to a run that is drafted once")
+    spots = layout(graph.parents)
+    canvas = _fitting(spots, "A token graph: a merge edge leads to a sequence drafted once")
     for node, edges in enumerate(graph.edges):
         for child, _ in edges:
             connect(canvas, spots[node], spots[child], dashed=graph.parents[child] != node)
@@ -155,19 +155,21 @@ def token_graph(
 
 
 def padding(batching: str, nodes: Sequence[int], gains: Sequence[Sequence[int]]) -> Canvas:
-    """What a batch pads, in red: the inputs of a step, and the keys and values after several.
+    """Draw the padding of a batch in red: inputs of one step, KV cache after several.
 
-    `nodes` has per row the tokens that it sends through the linear layers in a step, `gains` per
-    step and row those that it gained; `batching` is a key of `BATCHING`.
+    Args:
+        batching: key of `BATCHING`.
+        nodes: per row the tokens that pass through the linear layers in a step.
+        gains: per step and row the tokens added to the sequence.
     """
-    way = BATCHING[batching]
+    mode = BATCHING[batching]
     stored = [_line(row, [step[row] for step in gains]) for row in range(len(nodes))]
-    if way.pads_kv:
+    if mode.pads_kv:
         stored = [
             [fill for step in gains for fill in _padded(row, step)] for row in range(len(nodes))
         ]
     inputs = [_padded(row, nodes) for row in range(len(nodes))]
-    if not way.pads_inputs:
+    if not mode.pads_inputs:
         inputs = [[fill for row in range(len(nodes)) for fill in _line(row, [nodes[row]])]]
     step_y = CELL[1] + 4
     below = 58 + len(inputs) * step_y + 30
@@ -178,7 +180,7 @@ def padding(batching: str, nodes: Sequence[int], gains: Sequence[Sequence[int]])
     canvas.text(MARGIN, 22, f'batching="{batching}"')
     for y, lines, what in ((48, inputs, "inputs"), (below, stored, "keys and values")):
         wasted = sum(fill == PADDING for line in lines for fill in line)
-        canvas.text(MARGIN, y, f"{what}: {sum(map(len, lines))} places, {wasted} of them padding")
+        canvas.text(MARGIN, y, f"{what}: {sum(map(len, lines))} slots, {wasted} of them padding")
         for index, line in enumerate(lines):
             for column, fill in enumerate(line):
                 canvas.box(MARGIN + column * CELL[0], y + 10 + index * step_y, CELL, fill)
@@ -190,19 +192,19 @@ def _line(row: int, counts: Sequence[int]) -> list[str]:
 
 
 def _padded(row: int, counts: Sequence[int]) -> list[str]:
-    """The places of a row where every row has as many as the largest."""
+    """Return the fills of a row that is padded to the longest."""
     return [*_line(row, [counts[row]]), *[PADDING] * (max(counts) - counts[row])]
 
 
-def places(parents: Sequence[int]) -> list[Point]:
-    """Top left corners of nodes: columns by depth, leaves one below the other."""
+def layout(parents: Sequence[int]) -> list[Point]:
+    """Return the top left corners of the nodes: columns by depth, leaves below each other."""
     children: list[list[int]] = [[] for _ in parents]
     for node, above in enumerate(parents):
         if above >= 0:
             children[above].append(node)
     leaves = [node for node in _depth_first(children) if not children[node]]
     lines: dict[int, float] = {leaf: line for line, leaf in enumerate(leaves)}
-    # Children come after their parents, so from the last node on their lines are known.
+    # Children come after their parents, so iterate from the last node.
     for node in reversed(range(len(parents))):
         if children[node]:
             lines[node] = sum(lines[child] for child in children[node]) / len(children[node])
@@ -222,7 +224,7 @@ def _depth_first(children: Sequence[Sequence[int]], node: int = 0) -> Iterator[i
 
 
 def connect(canvas: Canvas, start: Point, end: Point, dashed: bool = False) -> None:
-    """An arrow from one node to another: rightwards from side to side, else from top to bottom."""
+    """Draw an arrow between nodes: side to side if it leads right, else top to bottom."""
     (x, y), (to_x, to_y) = start, end
     if to_x > x:
         canvas.arrow((x + WIDTH, y + HEIGHT / 2), (to_x, to_y + HEIGHT / 2), dashed)
@@ -233,7 +235,7 @@ def connect(canvas: Canvas, start: Point, end: Point, dashed: bool = False) -> N
 
 
 def _fitting(spots: Sequence[Point], title: str) -> Canvas:
-    """A canvas with room for nodes at `spots` and a line of text below them."""
+    """Return a canvas with room for nodes at `spots` and a line of text below them."""
     right, bottom = max(x for x, _ in spots) + WIDTH, max(y for _, y in spots) + HEIGHT
     return Canvas(int(max(right + MARGIN, 440)), int(bottom + GAP_Y + FOOT), title)
 

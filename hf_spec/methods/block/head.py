@@ -26,7 +26,8 @@ from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 
 from hf_spec.adapters.adapter import BaseModel
-from hf_spec.engine.forward.tree_attention import PackedStep, tree_attention
+from hf_spec.engine.forward.step import PackedStep
+from hf_spec.engine.forward.tree_attention import tree_attention
 from hf_spec.methods.block.markov import CONFIDENCE, ConfidenceHead, MarkovHead
 from hf_spec.methods.block.markov import PREFIX as MARKOV
 from hf_spec.methods.published_weights import OutputHead
@@ -165,7 +166,7 @@ class BlockHead(nn.Module):
 
     def logits(self, outputs: Tensor) -> Tensor:
         """(..., width) -> (..., R) logits over the draft vocabulary."""
-        logits = self.output.known(outputs) * self.shape.output_scale
+        logits = self.output.draft_logits(outputs) * self.shape.output_scale
         if self.shape.softcap:
             logits = torch.tanh(logits / self.shape.softcap) * self.shape.softcap
         return logits

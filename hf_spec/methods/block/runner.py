@@ -19,9 +19,9 @@ from hf_spec.drafting.one_pass_drafter import Proposals
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.engine.forward.attention_span import Segment
-from hf_spec.engine.forward.kernel_layout import write_places
+from hf_spec.engine.forward.kernel_layout import slot_mapping
 from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.step import PackedStep
 from hf_spec.methods.block.head import BlockHead, LayerKind
 
 # Tokens per projection of hidden states to context vectors; bounds memory on long prompts.
@@ -98,24 +98,20 @@ class BlockRunner:
         if not rows:
             return
         context = torch.cat([part for row in rows for part in self._waiting[row]])
-        writes, positions, start = [], [], 0
+        runs, positions = [], []
         for row in rows:
             begin = self._stored[row]
             self._stored[row] += sum(map(len, self._waiting.pop(row)))
-            slots = slice(begin, self._stored[row])
-            end = start + slots.stop - begin
-            writes.append((row, start, end, slots))
-            positions.append(torch.arange(begin, slots.stop) + self._first[row])
-            start = end
+            runs.append((row, range(begin, self._stored[row])))
+            positions.append(torch.arange(begin, self._stored[row]) + self._first[row])
         self.pool.reserve(max(self._stored))
-        hosted = [torch.cat(positions), write_places(writes, start)]
-        position, where = send(hosted, self.device)
+        position, mapping = send([torch.cat(positions), slot_mapping(runs)], self.device)
         rotation = self.head.rotation(position)
         for index, layer in enumerate(self.head.layers):
             attention: Any = layer.self_attn
             key, value = attention.keys_values(context, rotation)
             keys, values = self.pool.layer(index, key[None], value[None])
-            kv_write(key.transpose(0, 1), value.transpose(0, 1), keys, values, where)
+            kv_write(key.transpose(0, 1), value.transpose(0, 1), keys, values, mapping)
 
     def _run(self, roots: Mapping[int, int]) -> Tensor:
         """Return the (A * b, width) outputs of the blocks that start at the rows' last tokens."""
@@ -146,12 +142,11 @@ class BlockRunner:
     def _step(self, rows: Sequence[int], kind: LayerKind) -> PackedStep:
         """Return the step of the rows' blocks in layers of a kind: masks, positions, slots."""
         size = self.head.shape.block_size
-        segments, writes = [], []
+        segments = []
         for index, row in enumerate(rows):
             stored, start = self._stored[row], index * size
             position = torch.arange(stored, stored + size) + self._first[row]
             seen = torch.ones(size, size, dtype=torch.bool).tril() if kind.causal else None
-            writes.append((row, start, start + size, slice(stored, stored + size)))
             segments.append(
                 Segment(
                     slot=row,
@@ -164,9 +159,10 @@ class BlockRunner:
                     seen=seen,
                     prefix=stored,
                     first_position=self._first[row],
+                    cache_indices=range(stored, stored + size),
                 )
             )
-        return PackedStep(self.pool, writes, segments)
+        return PackedStep(self.pool, segments)
 
 
 class BlockProposals(Proposals):
@@ -198,4 +194,4 @@ class BlockProposals(Proposals):
             logits = logits + bias
         if self._head.confidence is not None:
             self.confidence = self._head.confidence(outputs, before)
-        return self._head.output.among_all(logits)
+        return self._head.output.over_vocabulary(logits)

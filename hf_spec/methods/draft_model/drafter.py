@@ -1,39 +1,33 @@
-"""Drafts from a smaller model, grown level by level (see `level_drafter`).
+"""Drafts from a smaller model, grown level by level (see `hf_spec.drafting.level_drafter`).
 
-Each level is one forward of the draft model over all rows; its keys and values stay, so the draft
-model never sees a token twice.
+Each level is one forward pass of the draft model over all rows. Accepted tokens stay in its KV
+cache, so it never runs a token twice.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError, choices
-from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
-from hf_spec.drafting.level_drafter import (
-    FewTokens,
-    Graphs,
-    LevelConfig,
-    LevelDrafter,
-    Owners,
-)
-from hf_spec.drafting.tree_growth import expanded_subtree
+from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
+from hf_spec.drafting.tree_growth import Growth
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.engine.forward.vocabulary import num_embeddings
+from hf_spec.engine.runner import ModelRunner
+from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 
 # How drafts of a model with another tokenizer become the target's tokens.
 TRANSLATIONS = ("shared", "text")
@@ -41,13 +35,13 @@ TRANSLATIONS = ("shared", "text")
 
 @dataclass(frozen=True)
 class DraftModelConfig(LevelConfig):
-    """Options of drafts from a model; by themselves, those of a chain.
+    """Options of drafts from a model; a chain by default.
 
     Attributes:
-        translation: of drafts from a model with another tokenizer (see
-            `hf_spec.methods.draft_model.other_tokenizer.drafter`): "shared" drafts what both
-            vocabularies have, "text" encodes again what was drafted. None is "shared" if these are
-            half of the target's.
+        translation: how drafts from a model with another tokenizer become the target's tokens (see
+            `hf_spec.methods.draft_model.other_tokenizer.drafter`). "shared" drafts the tokens of
+            both vocabularies, "text" encodes the drafted text again. None is "shared" if both
+            vocabularies share at least half of the target's tokens.
     """
 
     takes_tokenizers = True
@@ -62,25 +56,21 @@ class DraftModelConfig(LevelConfig):
             )
 
 
-class FewTokensHead(FewTokens, Protocol):
-    """The head of a draft model that knows some of the tokens."""
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Let forwards of this thread end in the logits of these alone."""
-
-
 class DraftModelDrafter(LevelDrafter):
-    """Grows a chain, a tree or a graph per row with a draft model of the target's vocabulary.
+    """Grows a chain, a tree or a graph per row with a draft model.
 
-    By default the policy is the configured one, if it needs no adapter. `vocab_size` is V of the
-    target, where the draft model's own differs by padding.
+    Args:
+        config: its options.
+        model: the draft model.
+        policy: the length policy; by default the configured one, if that needs no adapter.
+        vocab_size: V of the target, if padding makes the draft model's differ.
     """
 
     # From `start` on.
     _runner: ModelRunner
     _head: FewTokensHead | None
 
-    # Whether the tokens that it drafts are those that the draft model reads next.
+    # True if the draft model reads the tokens that it drafts.
     reads_own_tokens: ClassVar[bool] = True
 
     def __init__(
@@ -101,24 +91,25 @@ class DraftModelDrafter(LevelDrafter):
         return id(self.model)
 
     def start(self, state: GenerationState) -> None:
-        """Empty keys and values for every row."""
+        """Empty the KV cache of every row."""
         super().start(state)
         self._runner = self._make_runner(state.num_rows)
-        self._head = None if self._translates else _few_tokens(self.model)
-        if self._head is not None:
-            self.draft_few(self._head, state.device)
+        self._head = None if self._translates else _restricted_head(self.model)
+        if self._head is not None and self._head.vocabulary is not None:
+            token_ids = self._head.vocabulary.to(state.device)
+            self.restrict_vocabulary(token_ids, self._head.full_size)
         self._runner.expected_length = state.expected_length
 
     @property
     def _translates(self) -> bool:
-        """Whether its tokens are not simply those of the target."""
+        """True if the target's token ids differ from the draft model's."""
         return self.vocab_size not in (None, num_embeddings(self.model))
 
-    def _asked(self) -> AbstractContextManager[None]:
-        """Where forwards are run, for the logits of the known tokens alone if these are enough."""
+    def _draft_vocab_logits(self) -> AbstractContextManager[None]:
+        """Restrict logits to `draft_vocab_ids`, unless a processor reads token ids."""
         if self._head is None or self.processors.reads_tokens:
             return nullcontext()
-        return self._head.alone()
+        return self._head.restrict_logits()
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
         batching, size = self.config.batching, self.vocab_size
@@ -127,7 +118,7 @@ class DraftModelDrafter(LevelDrafter):
         return runner
 
     def restart(self, row: int) -> None:
-        """Empty keys and values for one row, and a policy that knows nothing of it."""
+        """Empty the KV cache of the row, and reset its policy."""
         super().restart(row)
         self._runner.restart(row)
 
@@ -137,52 +128,38 @@ class DraftModelDrafter(LevelDrafter):
         run(self._runner)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Keep the accepted part of the draft model's keys and values; tell the policy."""
-        kept = self.accepted(verdict)
-        for row, ran in self.ran.items():
-            places = {node: place for place, node in enumerate(ran)}
+        """Keep the accepted part of the KV cache, and update the policy."""
+        accepted = self.accepted(verdict)
+        for row, expanded in self.expanded_nodes.items():
+            places = {node: place for place, node in enumerate(expanded)}
             # Leaves did not run, and nothing after them.
-            known = takewhile(places.__contains__, kept[row])
-            kept[row] = [places[node] for node in known]
-        self._runner.keep(kept)
+            stored = takewhile(places.__contains__, accepted[row])
+            accepted[row] = [places[node] for node in stored]
+        self._runner.keep(accepted)
 
     @property
     def supports_device_growth(self) -> bool:
-        """On a GPU, where the tokens of a level can go straight into the next one."""
-        # Gaps in the storage would be among what the device says the nodes see.
-        placed = self.shape.children == 1 or not self._runner.batching.pads_kv
-        return self.reads_own_tokens and placed and self._runner.supports_device_tokens
+        """True on a GPU, if the draft model reads the drafted token ids as they are."""
+        # The bits that the device computes for trees have no room for gaps in the KV cache.
+        has_bits = self.shape.children == 1 or not BATCHING[self.config.batching].pads_kv
+        return self.reads_own_tokens and has_bits and self._runner.supports_device_tokens
 
-    def propose_on_device(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
-        """(nodes, R) float32: the draft model's distribution after each node that runs next."""
-        # Only the device knows the tokens; their places are all that is asked of the tree.
-        count = len(growing.parents)
-        drafts = {row: ([state.tokens[row][-1]] * count, growing.parents) for row in growing.rows}
+    def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
+        """Return the (M, R) distributions of the draft model, from one forward pass."""
+        drafts = {row: growth.expanded_subtree(row) for row in growth.rows}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
-        nodes = [node for row in growing.rows for node in tree.nodes(row)[-growing.width :]]
-        with self._asked():
-            if growing.tokens is None:
-                output = self._runner.forward(tree, state.tokens, nodes)
+        nodes = [n for row in growth.rows for n in tree.nodes(row)[-growth.num_nodes(row) :]]
+        with self._draft_vocab_logits():
+            if growth.tokens_on_device:
+                tokens = DeviceTokens(growth.tokens, growth.visible).to(self._runner.device)
+                output = self._runner.forward_device_tokens(tree, state.tokens, nodes, tokens)
             else:
-                given = DeviceTokens(growing.tokens, growing.sees).to(self._runner.device)
-                output = self._runner.forward_device_tokens(tree, state.tokens, nodes, given)
-        logits = output.logits.to(state.device, torch.float32)
-        return self.processed_unread(growing.owners, logits)
-
-    def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
-        """(nodes, R) float32: the draft model's distribution after each (row, node)."""
-        # What ran alone is stored.
-        drafts = {row: expanded_subtree(graph, self.ran[row]) for row, graph in graphs.items()}
-        tree = DraftTree.from_drafts(drafts, state.num_rows)
-        counts = Counter(row for row, _ in owners)
-        nodes = [node for row in graphs for node in tree.nodes(row)[-counts[row] :]]
-        with self._asked():
-            output = self._runner.forward(tree, state.tokens, nodes)
-        logits = output.logits.to(state.device, torch.float32)
-        return self.processed(state, graphs, owners, logits)
+                output = self._runner.forward(tree, state.tokens, nodes)
+        return self.processed(state, growth, output.logits.to(state.device, torch.float32))
 
 
-def _few_tokens(model: PreTrainedModel) -> FewTokensHead | None:
-    """The head of a draft model that does not know all tokens; None if it does."""
+def _restricted_head(model: PreTrainedModel) -> FewTokensHead | None:
+    """Return the head of a draft model that can draft some tokens only; None for others."""
     head: Any = model.get_output_embeddings()
-    return None if getattr(head, "vocabulary", None) is None else head
+    restricted = isinstance(head, FewTokensHead) and head.vocabulary is not None
+    return head if restricted else None

@@ -126,7 +126,7 @@ class _Distillation:
         device = self.model.device
         with mixed_precision(self.model):
             hidden = without_head(self.model)(input_ids=ids.to(device), use_cache=False)[0]
-            logits = self.head.known(hidden[rows, positions])
+            logits = self.head.draft_logits(hidden[rows, positions])
         return logits, self._indices[[token for item in batch for token in item.response]]
 
 

@@ -37,8 +37,7 @@ from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, layer_config, read_spec
-from hf_spec.methods.feature_pairs.rows import State
-from hf_spec.methods.feature_pairs.runner import MaskTokens
+from hf_spec.methods.feature_pairs.rows import MaskTokens, State
 from hf_spec.methods.published_weights import (
     NormedHead,
     SinglePairShape,

@@ -228,14 +228,15 @@ class StepsLoss:
         # The last of the fused layers is the state after the final norm, which the head reads.
         states = pairs.features[pairs.rows, pairs.places + 1, -width:]
         with torch.no_grad(), self._autocast():
-            target_probs = self.teacher.known(states.to(self.target.dtype)).float().softmax(dim=-1)
+            logits = self.teacher.draft_logits(states.to(self.target.dtype))
+            target_probs = logits.float().softmax(dim=-1)
         weights = [self.settings.step_weight**step for step in range(self.settings.steps)]
         total = torch.zeros((), device=states.device)
         for step, outputs in enumerate(self._steps(pairs)):
             # Positions before `step` have no draft of that depth.
             deep = pairs.places >= step
             with self._autocast():
-                logits = self.head.head.known(outputs[pairs.rows[deep], pairs.places[deep]])
+                logits = self.head.head.draft_logits(outputs[pairs.rows[deep], pairs.places[deep]])
             entropy = F.cross_entropy(logits.float(), target_probs[deep], reduction="sum")
             total = total + entropy * (weights[step] / sum(weights))
         return total, len(states)
@@ -253,7 +254,7 @@ class StepsLoss:
         correct = torch.zeros(size, dtype=torch.bool, device=answers.device)
         for step, outputs in enumerate(self._steps(pairs)):
             with self._autocast():
-                logits = self.head.head.known(outputs[pairs.rows, pairs.places])
+                logits = self.head.head.draft_logits(outputs[pairs.rows, pairs.places])
             hit = self.head.head.tokens(logits.argmax(dim=-1)) == answers
             # The draft with this token as number `step` began `step` positions earlier.
             deep = pairs.places >= step

@@ -1,38 +1,41 @@
-"""Coupled sequential glancing distillation, the losses of a Falcon head.
+"""Coupled sequential glancing distillation (CSGD), the training loss of a Falcon head.
 
-Two passes (Gao et al. 2024, arXiv 2412.12639, section 3.2). The first, without gradient, counts at
-how many places of an answer the head's first choice differs from the target's: the distance d. Then
-N = lambda * d inputs are replaced by what the head is to predict there, in runs at the start of a
-block, so that the places after them learn to use what a left-to-right drafter would have had. The
-second pass predicts from these inputs and is what the head learns from.
+Gao et al. 2024, arXiv 2412.12639, section 3.2. Two passes:
 
-With pair i = (t_{i+1}, h_i), replacing i puts pair i + k in its place: feature and token together.
+1. The first, without gradient, counts the places of an answer at which the head's first choice
+   differs from the target's: the Hamming distance d.
+2. N = lambda * d input pairs are replaced by the answers of these places, in runs from the start of
+   a block, so that the places after them learn to use what a left-to-right drafter would have read.
+   The second pass predicts from these inputs, and the loss is computed on it.
 
-Paper and released code differ; each choice is a named option, the paper's the default:
+Pair i is (t_{i+1}, h_i). Replacing it puts pair i + k in its place, feature and token together.
 
-- lambda, with epoch e of E counted in whole epochs from 0: "paper" 0.4 (E - e) / E, "released"
-  0.35 (E - e) / E + 0.10. Within few epochs neither falls far, so "steps", ours, is 0.4 times the
-  share of the steps to come.
-- the token put in: the paper's is the target's ("teacher", its first choice), the code's that of
-  the data ("data"). Under greedy answers they are the same.
-- noise on the input features: "paper" U(-0.1, 0.1), "released" that times 512 / length. Both are
-  meant for features of size one, so both are scaled by the root mean square of the target's own.
-- the hard label: "token", the one in the data, or "gumbel", one drawn from the target.
-- the soft label: the paper's divergence (temperature 1), the code's with the head's scores at 0.95.
-- whether places that were replaced are learned from, as in both; `learn_replaced=False` leaves
-  them out, for they were given their own answers.
-- the weights: 1 for features, 0.1 * 0.9 for the soft label, 0.1 * 0.1 for the hard one.
+Paper and released code differ. Each choice is an option (`CsgdSettings`); the paper's is the
+default:
 
-Ours, and off by default: `own_features`, a share of the blocks whose input features are what the
-head predicted in the first pass, as in the deeper passes of a draft (in the spirit of HASS, Zhang
-et al. 2024, arXiv 2408.15766); `own_passes`, so many passes, each of which reads what the one
-before it predicted; `feature_scale` "dimension", which divides each dimension by its own root mean
-square, where a few large ones dominate otherwise.
+- `schedule`, lambda in epoch e of E, counted from 0: "paper" is 0.4 (E - e) / E, "released" is
+  0.35 (E - e) / E + 0.10. Over few epochs neither falls far, so "steps", ours, is 0.4 times the
+  share of the remaining steps.
+- `replaced_token`: the target's first choice ("teacher", the paper) or the token of the data
+  ("data", the code). Greedy answers make both the same.
+- `noise` on the input features: "paper" U(-0.1, 0.1), "released" that times 512 / length. Both
+  assume features of about one, so both are scaled by the root mean square of the target's features.
+- `hard_label`: "token" of the data, or "gumbel", drawn from the target.
+- `soft_temperature`: 1 in the paper; the code divides the head's logits by 0.95.
+- `learn_replaced`: both learn from replaced places. False leaves them out, because their inputs
+  contain their answers.
+- the weights: 1 for features, 0.1 * 0.9 for the soft label, 0.1 * 0.1 for the hard one (equations 2
+  to 5 and 8).
 
-For k = 2 there are N runs of one pair. For longer blocks there are N // k runs of 1 to k - 1 pairs,
-as in the code. Its blocks begin at the first answer token, those of its mask at multiples of k;
-here both lie on the grid in use. With k = 1 a block has no inside to be taught, and nothing is
-replaced.
+Ours, and off by default: `own_features`, the share of blocks whose input features are predicted by
+the head, as in the deeper passes of a draft (like HASS, Zhang et al. 2024, arXiv 2408.15766);
+`own_passes`, the number of passes that predict them, each from those of the pass before; and
+`feature_scale="dimension"`, which divides each dimension by its root mean square, where a few large
+ones would dominate.
+
+With k = 2 there are N runs of one pair. For larger k there are N // k runs of 1 to k - 1 pairs, as
+in the code. The code's blocks begin at the first answer token and those of its mask at multiples of
+k; here both use the same grid. With k = 1 nothing is replaced.
 """
 
 from __future__ import annotations
@@ -61,13 +64,13 @@ NOISE_LENGTH = 512
 class Pairs:
     """Texts as a head reads them, padded on the right, with the M places it learns from.
 
-    Output i predicts pair i + k, so true feature and token of place i are those of pair i + k.
-    Padding never matters: the answer to a learned place lies after its whole block.
+    Output i predicts pair i + k, so the true feature and token of place i are those of pair i + k.
+    Padding has no effect: the answer of a learned place comes after its whole block.
 
     Attributes:
         tokens: (B, T) int64, t_{i+1}.
-        features: (B, T, n * H) in the dtype they were stored in, h_i of n layers.
-        span: per text the first learned place and the one after the last.
+        features: (B, T, n * H) in the stored dtype, h_i of n layers.
+        span: per text the first learned place and the end of the last.
     """
 
     tokens: Tensor
@@ -76,24 +79,24 @@ class Pairs:
 
     @property
     def counts(self) -> list[int]:
-        """How many learned places each text has."""
+        """Number of learned places of each text."""
         return [stop - first for first, stop in self.span]
 
     @cached_property
     def rows(self) -> Tensor:
-        """(M,) int64: the text of each learned place, text by text."""
+        """(M,) int64 text of each learned place, text by text."""
         rows = torch.arange(len(self.span)).repeat_interleave(torch.tensor(self.counts))
         return rows.to(self.tokens.device)
 
     @cached_property
     def places(self) -> Tensor:
-        """(M,) int64: the learned places themselves."""
+        """(M,) int64 learned places."""
         places = torch.cat([torch.arange(first, stop) for first, stop in self.span])
         return places.to(self.tokens.device)
 
 
 def cut_prompt(response: Response, max_context: int | None) -> int:
-    """How many tokens of a prompt are left out if it may have `max_context`; None for all."""
+    """Return the number of prompt tokens to skip, so that at most `max_context` remain."""
     return 0 if max_context is None else max(0, len(response.prompt) - max_context)
 
 
@@ -104,15 +107,20 @@ def read_pairs(
     max_context: int | None = None,
     layers: Sequence[int] = LAST,
 ) -> Pairs:
-    """Put texts together; a learned place is one whose token t_{i+k+1} belongs to the answer.
+    """Return texts as one batch; a learned place is one whose token t_{i+k+1} is of the answer.
 
-    Features that texts come without are those of `layers` of `target`; k is `block_size`.
+    Args:
+        target: the model that computes missing features.
+        texts: the texts.
+        block_size: k.
+        max_context: last tokens of a prompt that are read; None for all.
+        layers: layers that missing features are taken from.
     """
-    known = [text.features for text in texts]
-    if any(features is None for features in known):
-        known = list(text_features(target, [text.response for text in texts], layers))
+    stored = [text.features for text in texts]
+    if any(features is None for features in stored):
+        stored = list(text_features(target, [text.response for text in texts], layers))
     lines, states, span = [], [], []
-    for text, features in zip(texts, known, strict=True):
+    for text, features in zip(texts, stored, strict=True):
         response = text.response
         cut = cut_prompt(response, max_context)
         line = [*response.prompt, *response.response][cut + 1 :]
@@ -121,15 +129,23 @@ def read_pairs(
         assert features is not None
         states.append(features[cut:])
         span.append((first, max(first, len(line) - block_size)))
-    padded = (nn.utils.rnn.pad_sequence(one, batch_first=True) for one in (lines, states))
-    tokens, inputs = (one.to(target.device) for one in padded)
+    tokens, inputs = (
+        nn.utils.rnn.pad_sequence(parts, batch_first=True).to(target.device)
+        for parts in (lines, states)
+    )
     return Pairs(tokens, inputs, span)
 
 
 class GlancingLoss:
-    """The loss on micro-batches of a head in training mode, with a frozen target.
+    """The CSGD loss of a head in training mode on micro-batches, with a frozen target.
 
-    `sizes` is the (H,) root mean square of each dimension of the target's features.
+    Args:
+        head: the head.
+        target: the target.
+        settings: the choices listed above.
+        num_epochs: epochs of the run.
+        sizes: (H,) root mean square of each dimension of the target's features.
+        max_context: last tokens of a prompt that are read; None for all.
     """
 
     def __init__(
@@ -148,7 +164,7 @@ class GlancingLoss:
         self.place_of = head.head.places().to(target.device)
 
     def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
-        """The loss summed over the places it is taken of, and their number."""
+        """Return the loss summed over the learned places, and their number."""
         torch.manual_seed(batch.seed)
         k = self.head.shape.block_size
         grid = int(torch.randint(k, ()))
@@ -159,7 +175,7 @@ class GlancingLoss:
         with self._autocast():
             pairs = replace(pairs, features=self.head.fuse(states))
         with torch.no_grad(), self._autocast():
-            scores = self.head.head.known(truth.to(self.target.dtype)).float()
+            scores = self.head.head.draft_logits(truth.to(self.target.dtype)).float()
         tokens, features = pairs.tokens, self._noisy(pairs)
         share = self.settings.share(batch.epoch, self.num_epochs, batch.done)
         learned = torch.ones_like(pairs.places, dtype=torch.bool)
@@ -184,17 +200,17 @@ class GlancingLoss:
         return self._distance(*parts), len(parts[-1])
 
     def _read(self, outputs: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """(M, H) features and (M, R) logits at the learned places."""
+        """Return (M, H) features and (M, R) logits at the learned places."""
         with self._autocast():
             predicted = outputs[pairs.rows, pairs.places]
-            return predicted, self.head.head.known(predicted)
+            return predicted, self.head.head.draft_logits(predicted)
 
     def _autocast(self) -> torch.autocast:
-        # One region a pass: casts of weights made without gradient must not serve the second.
+        # One region per pass: the second must not reuse weights that were cast without gradient.
         return mixed_precision(self.target)
 
     def _noisy(self, pairs: Pairs) -> Tensor:
-        """Input features with noise, each text's own if it depends on the length."""
+        """Return the input features with noise, scaled per text if it depends on the length."""
         features = pairs.features
         if self.settings.noise == "off":
             return features
@@ -206,39 +222,39 @@ class GlancingLoss:
         return features + noise
 
     def _with_own(self, tokens: Tensor, features: Tensor, predicted: Tensor, grid: int) -> Tensor:
-        """The input features, in some blocks those that the block before predicted."""
+        """Return the input features, in some blocks those predicted by the block before."""
         k, share = self.head.shape.block_size, self.settings.own_features
         if not share:
             return features
         batch, length = features.shape[:2]
         block = torch.arange(length).add(k - grid).div(k, rounding_mode="floor")
-        own = (torch.rand(batch, int(block[-1]) + 1) < share)[:, block]
-        own[:, :k] = False
-        fed = own[..., None].to(features.device)
+        replaced = (torch.rand(batch, int(block[-1]) + 1) < share)[:, block]
+        replaced[:, :k] = False
+        replaced = replaced[..., None].to(features.device)
         mixed = features
         for done in range(self.settings.own_passes):
             if done:
                 with torch.no_grad(), self._autocast():
                     predicted = self.head(tokens, mixed, grid)
             earlier = F.pad(predicted, (0, 0, k, 0))[:, :length]
-            mixed = torch.where(fed, earlier.to(features.dtype), features)
+            mixed = torch.where(replaced, earlier.to(features.dtype), features)
         return mixed
 
     def _choose(self, wrong: Tensor, pairs: Pairs, share: float, grid: int) -> Tensor:
-        """(M,) bool: the learned places whose inputs are replaced."""
+        """Return (M,) bool, True for the learned places whose inputs are replaced."""
         parts = []
-        for mine, (first, stop) in zip(wrong.cpu().split(pairs.counts), pairs.span, strict=True):
-            part = torch.zeros(len(mine), dtype=torch.bool)
-            count = int(share * int(mine.sum()))
-            found = replaced_places(first, stop, count, self.head.shape.block_size, grid)
-            part[[place - first for place in found]] = True
+        for errors, (first, stop) in zip(wrong.cpu().split(pairs.counts), pairs.span, strict=True):
+            part = torch.zeros(len(errors), dtype=torch.bool)
+            count = int(share * int(errors.sum()))
+            places = replaced_places(first, stop, count, self.head.shape.block_size, grid)
+            part[[place - first for place in places]] = True
             parts.append(part)
         return torch.cat(parts).to(wrong.device)
 
     def _replace(
         self, tokens: Tensor, features: Tensor, pairs: Pairs, chosen: Tensor, scores: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Copies of the inputs with pair i + k at every chosen place i."""
+        """Return copies of the inputs with pair i + k at every chosen place i."""
         rows, places = pairs.rows[chosen], pairs.places[chosen]
         later = places + self.head.shape.block_size
         put_in = pairs.tokens[rows, later]
@@ -252,7 +268,7 @@ class GlancingLoss:
     def _distance(
         self, predicted: Tensor, truth: Tensor, logits: Tensor, scores: Tensor, answers: Tensor
     ) -> Tensor:
-        """The weighted losses, summed over places."""
+        """Return the weighted losses, summed over places."""
         settings, logits = self.settings, logits.float()
         if settings.feature_scale == "dimension":
             predicted, truth = predicted / self.sizes, truth / self.sizes
@@ -267,8 +283,8 @@ class GlancingLoss:
                 settings.soft_weight, settings.hard_weight, settings.soft_temperature
             )
             return loss + distill_loss(logits, scores, labels, weights)
-        # Both in one weight per token: a table of places by vocabulary is what a step spends most
-        # of its time on. Labels outside the vocabulary weigh nothing.
+        # One weight per token for both labels, because (M, R) tensors take most of a step's time.
+        # Labels outside the vocabulary get no weight.
         soft = scores.softmax(dim=-1).mul_(settings.soft_weight)
         hard = torch.zeros_like(soft) if settings.soft_temperature != 1.0 else soft
         weight = settings.hard_weight * (labels >= 0)
@@ -281,10 +297,14 @@ class GlancingLoss:
 
 
 def replaced_places(first: int, stop: int, count: int, block_size: int, grid: int) -> list[int]:
-    """Where inputs are replaced: runs from the start of a block that leave its last place alone.
+    """Return the places to replace: runs from the start of a block without its last place.
 
-    They lie in [first, stop), and blocks begin at `grid`. For k = 2 there are at most `count`
-    places, for longer blocks count // k runs, drawn from torch's random numbers.
+    Args:
+        first: the first place.
+        stop: the end of the places.
+        count: places to replace; blocks with k > 2 get count // k runs.
+        block_size: k.
+        grid: where a block begins.
     """
     longest = block_size - 1
     begin = first + (grid - first) % block_size

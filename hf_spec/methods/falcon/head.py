@@ -1,18 +1,19 @@
-"""The Falcon head: a small network that drafts k tokens at once from the target's last features.
+"""The Falcon head: predicts k tokens at once from the target's last features.
 
-A *pair* i is the target's feature h_i (its last hidden state, after the final norm) with the token
-t_{i+1} that follows it. Two LSTM layers mix the halves of a pair, a few layers of the target's own
-kind let the pairs see each other, and output i predicts the feature h_{i+k}, from which the
-target's own head reads token t_{i+k+1}. So the last k pairs of a text predict the k next tokens in
-one pass (Gao et al. 2024, arXiv 2412.12639, section 3.1). With k = 1 this is EAGLE's head.
+A *pair* i is the target's feature h_i (its last hidden state, after the final norm) and the token
+t_{i+1} that follows it. Two LSTM layers mix the halves of a pair, a few layers of the target's
+architecture attend over the pairs, and output i predicts the feature h_{i+k}, from which the
+target's output head predicts token t_{i+k+1}. So the last k pairs of a text predict the next k
+tokens in one pass (Gao et al. 2024, arXiv 2412.12639, section 3.1 and equation 1). With k = 1 this
+is EAGLE's head.
 
-Pairs come in blocks of k that see each other whole, and every block before theirs (the paper's
-relaxed causal mask). No output sees its own answer, which lies k pairs on, in the next block. Any
-grid of blocks will do as long as the newest pairs fill one; training moves it about at random, so
-that a head knows every alignment that a generation may bring.
+Pairs see all pairs of their block of k, and of every earlier block (the paper's relaxed causal
+mask, `block_mask`). No output sees its own answer, which is k pairs later, in the next block. The
+blocks may begin anywhere, as long as the newest pairs fill one. Training draws where they begin, so
+a head works for every alignment of a generation.
 
-A *fused* head, ours, adds to the feature what it learned to make of three earlier states, as
-EAGLE-3 reads them (Li et al. 2025, arXiv 2503.01840). Features that it predicts itself stand alone.
+A *fused* head, ours, adds a learned projection of three earlier hidden states to the feature, like
+EAGLE-3 (Li et al. 2025, arXiv 2503.01840). Nothing is added to features that it predicts itself.
 """
 
 from __future__ import annotations
@@ -38,25 +39,28 @@ from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 from hf_spec.methods.feature_pairs.rows import State
 
 METHOD = "falcon"
-# What a head's own part for earlier states is called among its weights.
+# Prefix of the weights for earlier hidden states.
 EARLIER = "earlier."
 
 
 class FalconHead(nn.Module):
-    """Predicts the next k features of `target`, which is not changed.
+    """Predicts the next k features of a target.
 
-    It can propose the (R,) int64 tokens of `vocabulary`, None for all.
+    Args:
+        target: the target model, which is not changed.
+        shape: sizes of the head.
+        vocabulary: (R,) int64 token ids that it can draft; None for all.
 
     Attributes:
-        head: reads tokens off features; frozen.
-        options: of the adapter it was loaded from: `tree`, `max_depth`, ...
-        attention: the layers, as a model that takes `inputs_embeds`; its weights are copies.
-        hidden_layers: indices into the target's `hidden_states`, of which each feature is made.
-        enter, leave: (2H,) and (H,), factors of the LSTM's inputs and outputs; ours, not the
-            paper's.
+        head: output head, from features to logits; frozen.
+        options: options of its adapter: `tree`, `max_depth`, ...
+        attention: the attention layers, as a model that takes `inputs_embeds`; its weights are
+            copies.
+        hidden_layers: indices of the target's `hidden_states` that each feature is made of.
+        enter, leave: (2H,) and (H,), scales of the LSTM's inputs and outputs; not in the paper.
     """
 
-    # What `assistant=` is for where no strategy is named, as in adapters.
+    # The strategy that `assistant=` selects by default.
     strategy = METHOD
 
     def __init__(self, target: PreTrainedModel, shape: FalconShape, vocabulary: Tensor | None):
@@ -87,32 +91,33 @@ class FalconHead(nn.Module):
         _renumber(stack, depth - shape.num_layers)
         self.attention: Any = stack
         self.head = FewTokensHead(target.get_output_embeddings(), vocabulary)
-        mixer: Any = _Recurrent if shape.recurrent else _PerPair
-        own: Any = {"device": target.device, "dtype": target.dtype}
-        self.mixer = mixer(self.hidden_size, shape.dropout).to(**own)
-        self.enter = nn.Parameter(torch.ones(2 * self.hidden_size, **own))
-        self.leave = nn.Parameter(torch.ones(self.hidden_size, **own))
-        self.earlier = _Earlier(len(aux), self.hidden_size).to(**own) if aux else None
+        mixer: Any = _RecurrentMixer if shape.recurrent else _PairMixer
+        like: Any = {"device": target.device, "dtype": target.dtype}
+        self.mixer = mixer(self.hidden_size, shape.dropout).to(**like)
+        self.enter = nn.Parameter(torch.ones(2 * self.hidden_size, **like))
+        self.leave = nn.Parameter(torch.ones(self.hidden_size, **like))
+        self.earlier = _EarlierStates(len(aux), self.hidden_size).to(**like) if aux else None
         self.requires_grad_(False)
         for parameter in self.trained().values():
             parameter.requires_grad_(True)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The weights of its own: all but embedding and head."""
+        """Return the trained weights: all but embedding and output head."""
         embedding = self.attention.get_input_embeddings()
         frozen = {id(p) for module in (embedding, self.head) for p in module.parameters()}
         return {n: p for n, p in self.named_parameters() if id(p) not in frozen}
 
     @torch.no_grad()
     def start_plain(self, feature_size: Tensor | float, residual_size: float = 1.0) -> None:
-        """Make it begin with the sum of token embedding and feature, in sizes that suit its parts.
+        """Initialize the mixer to add token embedding and feature, at scales that suit the layers.
 
-        `feature_size` is the root mean square of the target's features, (H,) or in all,
-        `residual_size` that of what enters the target's layers that were copied.
+        Args:
+            feature_size: root mean square of the target's features, (H,) or a scalar.
+            residual_size: root mean square of the input of the target's copied layers.
         """
-        # The LSTM wants inputs of about one and gives less than one; the attention layers, copies
-        # of the target's, were made for the residual stream. A few dimensions of a feature are many
-        # times larger than the others and would drown them.
+        # LSTM inputs should be about one, and its outputs are less than one; the copied attention
+        # layers expect the residual stream. A few dimensions of a feature are many times larger
+        # than the others and would dominate.
         table = self.attention.get_input_embeddings().weight.detach().float()
         sizes = torch.as_tensor(feature_size, dtype=torch.float32, device=table.device)
         sizes = sizes.expand(self.hidden_size)
@@ -123,14 +128,14 @@ class FalconHead(nn.Module):
 
     @torch.no_grad()
     def start_fusing(self, sizes: Tensor) -> None:
-        """Make it begin with the last state alone; (n * H,) root mean squares of the n states."""
+        """Initialize fusing from (n * H,) root mean squares of the n states it reads."""
         if self.earlier is not None:
             *_, last = parts = sizes.float().split(self.hidden_size)
             self.earlier.enter.copy_(1 / torch.cat(parts[:-1]))
             self.earlier.leave.copy_(last)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """Features (..., H) of the target's states (..., H) of `hidden_layers`."""
+        """Return (..., H) features of the (..., H) hidden states of `hidden_layers`."""
         *earlier, last = states
         if self.earlier is None:
             return last
@@ -141,10 +146,15 @@ class FalconHead(nn.Module):
     def mix(
         self, tokens: Tensor, features: Tensor, state: State | None = None
     ) -> tuple[Tensor, State | None]:
-        """Run the LSTM over sequences of pairs: (S, L) int64 t_{i+1} and (S, L, H) h_i.
+        """Run the LSTM over sequences of pairs.
 
-        `state` is what an earlier call returned for the pairs before these; None at the start.
-        Returned are (S, L, H), and the state after the last pair; None if nothing is carried.
+        Args:
+            tokens: (S, L) int64 t_{i+1}.
+            features: (S, L, H) h_i.
+            state: the state after the pairs before these; None at the start.
+
+        Returns:
+            (S, L, H) mixed pairs, and the state after the last one; None if not recurrent.
         """
         embedded = self.attention.get_input_embeddings()(tokens)
         pairs = torch.cat([embedded, features.to(embedded.dtype)], dim=-1)
@@ -152,7 +162,7 @@ class FalconHead(nn.Module):
         return mixed * self.leave, state
 
     def attend(self, mixed: Tensor, **attention: Any) -> Tensor:
-        """Let pairs see each other: (B, T, H) from `mix` -> (B, T, H), the predicted features.
+        """Return the (B, T, H) features predicted from (B, T, H) mixed pairs.
 
         `attention` is what the target's layers take: `attention_mask`, `position_ids`, and a
         `spec_step` for packed trees.
@@ -160,9 +170,15 @@ class FalconHead(nn.Module):
         return self.attention(inputs_embeds=mixed, use_cache=False, **attention)[0]
 
     def forward(self, tokens: Tensor, features: Tensor, grid: int = 0) -> Tensor:
-        """Predict features for whole texts, padded on the right, with a block from `grid` on.
+        """Predict the features of whole texts, padded on the right, in training.
 
-        (B, T) int64 t_{i+1} and (B, T, H) h_i -> (B, T, H); place i holds the predicted h_{i+k}.
+        Args:
+            tokens: (B, T) int64 t_{i+1}.
+            features: (B, T, H) h_i.
+            grid: where a block begins, below k.
+
+        Returns:
+            (B, T, H); place i holds the predicted h_{i+k}.
         """
         mixed, _ = self.mix(tokens, features)
         length = tokens.shape[1]
@@ -171,8 +187,11 @@ class FalconHead(nn.Module):
         masks = self._masks(visible, mixed.dtype)
         return self.attend(mixed, attention_mask=masks, position_ids=positions)
 
+    def mask_tokens(self, count: int) -> None:
+        """Return None: a pass drafts k tokens from true pairs."""
+
     def _masks(self, visible: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """The mask as the layers take it, those with a window within their window."""
+        """Return the mask as the layers take it, restricted to their sliding windows."""
         config: Any = self.attention.config.get_text_config()
 
         def form(mask: Tensor) -> Tensor:
@@ -191,7 +210,7 @@ class FalconHead(nn.Module):
         return near if len(kinds) == 1 else both
 
     def to_adapter(self, options: dict[str, Any]) -> SpecAdapter:
-        """Its own weights in bfloat16, with the shape added to `options`."""
+        """Return the trained weights in bfloat16, with the shape added to `options`."""
         tensors = {name: p.detach().to(torch.bfloat16) for name, p in self.trained().items()}
         if self.head.vocabulary is not None:
             tensors[VOCABULARY] = self.head.vocabulary.int()
@@ -205,10 +224,14 @@ class FalconHead(nn.Module):
         vocabulary: Tensor | Literal["stored"] | None = "stored",
         fused: bool = False,
     ) -> FalconHead:
-        """The head that `to_adapter` described, in the dtype and on the device of `target`.
+        """Return the head of an adapter, in the dtype and on the device of `target`.
 
-        It can propose the (R,) int64 tokens of `vocabulary`, None for all; by default the adapter's
-        own. With `fused` one that was not gets a part for earlier states, to be trained.
+        Args:
+            adapter: from `to_adapter`.
+            target: the target model.
+            vocabulary: (R,) int64 token ids that it can draft, None for all; by default the
+                adapter's.
+            fused: add untrained weights for earlier states to a head without them.
 
         Raises:
             AssistantError: if the adapter belongs to another base or is damaged.
@@ -221,12 +244,12 @@ class FalconHead(nn.Module):
         what, tensors = "the Falcon adapter", dict(adapter.tensors)
         stored = read_vocabulary(what, tensors, adapter.base.vocab_size)
         tensors.pop(VOCABULARY, None)
-        begins = fused and not shape.fused
+        fuses_anew = fused and not shape.fused
         shape = replace(shape, fused=shape.fused or fused)
         head = cls(target, shape, stored if isinstance(vocabulary, str) else vocabulary)
         head.options = adapter.options
         trained = head.trained()
-        if begins:
+        if fuses_anew:
             trained = {n: p for n, p in trained.items() if not n.startswith(EARLIER)}
         check_tensors(what, tensors, {name: p.shape for name, p in trained.items()})
         with torch.no_grad():
@@ -235,15 +258,15 @@ class FalconHead(nn.Module):
         return head.requires_grad_(False).eval()
 
 
-class _PerPair(nn.Module):
-    """Two LSTM layers that start again at every pair.
+class _PairMixer(nn.Module):
+    """Two LSTM layers that start from a zero state at every pair.
 
-    Recurrent weights and forget gate meet a state of zeros there, so they are left out.
+    Recurrent weights and forget gate have no effect on a zero state, so they are left out.
     """
 
     def __init__(self, size: int, dropout: float):
         super().__init__()
-        # The gates one below the other: input, cell, output.
+        # Rows of the gates in this order: input, cell, output.
         self.gates = nn.ModuleList([nn.Linear(width, 3 * size) for width in (2 * size, size)])
         self.dropout = dropout
 
@@ -260,10 +283,10 @@ class _PerPair(nn.Module):
     def start_plain(self) -> None:
         for layer, num_inputs in enumerate((2, 1)):
             gates: Any = self.gates[layer]
-            _open(gates.weight, gates.bias, num_inputs, cell=1)
+            _open_gates(gates.weight, gates.bias, num_inputs, cell=1)
 
 
-class _Recurrent(nn.Module):
+class _RecurrentMixer(nn.Module):
     """Two LSTM layers that carry their state along the text."""
 
     def __init__(self, size: int, dropout: float):
@@ -278,19 +301,18 @@ class _Recurrent(nn.Module):
         for layer, num_inputs in enumerate((2, 1)):
             weights: Any = self.lstm.all_weights[layer]
             weight, carried, bias, other = weights
-            _open(weight, bias, num_inputs, cell=2)
+            _open_gates(weight, bias, num_inputs, cell=2)
             carried.mul_(0.1)
             other.zero_()
             # The forget gate is the second: earlier pairs fade.
             bias.view(4, -1)[1].fill_(-2.0)
 
 
-class _Earlier(nn.Module):
-    """What (..., n * H) earlier states add to a feature, through a third of its width.
+class _EarlierStates(nn.Module):
+    """Low-rank projection of (..., n * H) earlier states, which is added to a feature.
 
     Attributes:
-        enter, leave: (n * H,) and (H,), factors that bring states to a size of one, and back to
-            that of a feature.
+        enter, leave: (n * H,) and (H,), scales from states to about one, and on to features.
     """
 
     def __init__(self, count: int, size: int):
@@ -299,15 +321,15 @@ class _Earlier(nn.Module):
         self.down = nn.Linear(count * size, max(1, size // 3), bias=False)
         self.up = nn.Linear(max(1, size // 3), size, bias=False)
         self.leave = nn.Parameter(torch.ones(size))
-        # Nothing before training.
+        # Adds nothing before training.
         nn.init.zeros_(self.up.weight)
 
     def forward(self, states: Tensor) -> Tensor:
         return self.up(self.down(states * self.enter)) * self.leave
 
 
-def _open(weight: Tensor, bias: Tensor, num_inputs: int, cell: int) -> None:
-    """Set an LSTM layer to pass on the mean of its inputs, its other gates nearly open."""
+def _open_gates(weight: Tensor, bias: Tensor, num_inputs: int, cell: int) -> None:
+    """Initialize an LSTM layer to return the mean of its inputs, its other gates nearly open."""
     size = weight.shape[1] // num_inputs
     weight.mul_(0.1)
     plain = torch.eye(size).repeat(1, num_inputs) / num_inputs
@@ -317,7 +339,7 @@ def _open(weight: Tensor, bias: Tensor, num_inputs: int, cell: int) -> None:
 
 
 def _renumber(stack: PreTrainedModel, first: int) -> None:
-    """Count layers from 0 again, also in the configs that the copied layers hold."""
+    """Number the layers from 0, also in the configs that the copied layers hold."""
     depth = stack.config.get_text_config().num_hidden_layers
     for module in stack.modules():
         layer: Any = module
@@ -330,9 +352,12 @@ def _renumber(stack: PreTrainedModel, first: int) -> None:
 
 
 def block_mask(length: int, block_size: int, grid: int = 0) -> Tensor:
-    """(T, T) bool: whether pair i (row) sees pair j: j's block is i's own or an earlier one.
+    """Return the (T, T) bool relaxed causal mask: pair i sees its own block and earlier ones.
 
-    `grid`, below k, is where a block begins; the pairs before it are a block of their own.
+    Args:
+        length: number of pairs T.
+        block_size: pairs per block, k.
+        grid: where a block begins, below k; the pairs before it form a block.
     """
     block = torch.arange(length).sub(grid).div(block_size, rounding_mode="floor")
     return block[:, None] >= block[None, :]

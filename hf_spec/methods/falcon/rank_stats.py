@@ -1,7 +1,7 @@
-"""How good the lists of a head on pairs are: where a text's true tokens stand in them.
+"""Ranks of a text's true tokens in the lists of a head.
 
-These ranks are what a tree is built from: count how often each path of them occurs, and `best_tree`
-makes the tree that pays.
+Trees are built from these ranks: `best_tree` takes the frequency of every path of ranks, and
+returns the tree with the most tokens per time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
-from hf_spec.methods.feature_pairs.rows import PairRow, State
-from hf_spec.methods.feature_pairs.runner import HeadRunner, PairHead, joined
+from hf_spec.methods.feature_pairs.rows import PairHead, PairRow, State
+from hf_spec.methods.feature_pairs.runner import HeadRunner, joined
 
-# Drafts that run at once; bounds their masks.
+# Drafts that run at once; limits the size of their masks.
 STARTS_AT_ONCE = 128
 
 
@@ -24,15 +24,21 @@ STARTS_AT_ONCE = 128
 def ranks_along(
     head: PairHead, tokens: Sequence[int], features: Tensor, starts: Sequence[int], depth: int
 ) -> Tensor:
-    """Rank of the true token in the list that drafting would have made, along the true path.
+    """Return the ranks of the true tokens in the lists that drafts along the true path would have.
 
-    A draft from place p of the text `tokens` knows these down to p and the target's features, of
-    which there are (max(starts), H) or more, before p. Its deeper passes, down to `depth`, are fed
-    with the true tokens and with the features that it predicted itself.
+    A draft from place p reads the tokens up to p and the target's features before p. Its deeper
+    passes read the true tokens, and the features that it predicted itself.
+
+    Args:
+        head: the head.
+        tokens: the text.
+        features: (max(starts), H) or more features of the target.
+        starts: the places p to draft from.
+        depth: tokens of each draft.
 
     Returns:
-        (len(starts), depth) int64; -1 where the head does not know the token, and in drafts that
-        begin before there are k pairs, which do not take place.
+        (len(starts), depth) int64; -1 for tokens outside the head's vocabulary, and for drafts that
+        begin before there are k pairs, which cannot be made.
     """
     for start in starts:
         if not 0 <= start <= min(len(features), len(tokens) - 1 - depth):
@@ -48,14 +54,14 @@ def ranks_along(
         for remainder in range(size):
             # Drafts whose newest pairs end a block of the same grid share the pairs before them.
             grid = range(size + remainder, max(starts, default=0) + 1, size)
-            mine = [i for i, start in enumerate(starts) if start in grid]
-            if not mine:
+            aligned = [i for i, start in enumerate(starts) if start in grid]
+            if not aligned:
                 continue
-            end = max(starts[i] for i in mine)
+            end = max(starts[i] for i in aligned)
             segment = runner.pair_segment(PairRow(0, features, 0), 0, end, 0)
             outputs = runner.attend(mixed[:end], [segment])
-            for first in range(0, len(mine), STARTS_AT_ONCE):
-                some = mine[first : first + STARTS_AT_ONCE]
+            for first in range(0, len(aligned), STARTS_AT_ONCE):
+                some = aligned[first : first + STARTS_AT_ONCE]
                 places = torch.tensor([starts[i] for i in some])
                 ranks[some] = _follow(runner, tokens, (outputs, states), places, depth)
     return ranks
@@ -64,7 +70,7 @@ def ranks_along(
 def _mix_all(
     head: PairHead, tokens: Sequence[int], features: Tensor
 ) -> tuple[Tensor, State | None]:
-    """(n, H) mixed pairs, and the state after each of them, (2, n, H)."""
+    """Return (n, H) mixed pairs, and the state after each of them, (2, n, H)."""
     device = head.attention.device
     ids = torch.tensor([tokens[1 : len(features) + 1]], dtype=torch.long, device=device)
     if not head.shape.recurrent:
@@ -82,18 +88,18 @@ def _mix_all(
 def _follow(
     runner: HeadRunner,
     tokens: Sequence[int],
-    known: tuple[Tensor, State | None],
+    true_pairs: tuple[Tensor, State | None],
     starts: Tensor,
     depth: int,
 ) -> Tensor:
-    """(S, depth) ranks of drafts from `starts`, which lie on one grid."""
-    outputs, states = known
+    """Return (S, depth) ranks of drafts from `starts`, all aligned to the same grid."""
+    outputs, states = true_pairs
     head, size = runner.head, runner.head.shape.block_size
     text = torch.tensor(tokens)
     slots = torch.arange(size)
     predicted = outputs[starts[:, None] - size + slots]
     state = None if states is None else (states[0][:, starts - 1], states[1][:, starts - 1])
-    found = []
+    ranks = []
     for done in range(0, depth, size):
         if done:
             taken = text[starts[:, None] + done - size + 1 + slots].to(predicted.device)
@@ -102,19 +108,19 @@ def _follow(
             predicted = runner.attend(mixed.flatten(0, 1), [segment]).view(mixed.shape)
         width = min(size, depth - done)
         truth = text[starts[:, None] + done + 1 + slots[:width]]
-        found.append(_ranks(head.head, predicted[:, :width], truth))
-    return torch.cat(found, dim=1)
+        ranks.append(_ranks(head.head, predicted[:, :width], truth))
+    return torch.cat(ranks, dim=1)
 
 
 def _ranks(reader: FewTokensHead, predicted: Tensor, truth: Tensor) -> Tensor:
-    logits = reader.known(predicted).float()
+    logits = reader.draft_logits(predicted).float()
     place = reader.places()[truth].to(logits.device)
-    own = logits.gather(-1, place.clamp_min(0)[..., None])
-    return torch.where(place >= 0, (logits > own).sum(dim=-1), -1).cpu()
+    true_logits = logits.gather(-1, place.clamp_min(0)[..., None])
+    return torch.where(place >= 0, (logits > true_logits).sum(dim=-1), -1).cpu()
 
 
 def _segment(num_pairs: int, starts: Tensor, depth: int, size: int) -> Segment:
-    """Blocks of many drafts side by side: each sees its own text and its own earlier blocks."""
+    """Return blocks of many drafts; each sees its own text and its own earlier blocks."""
     count = len(starts)
     draft = torch.arange(count).repeat_interleave(size)
     slots = torch.arange(size).repeat(count)
@@ -133,4 +139,5 @@ def _segment(num_pairs: int, starts: Tensor, depth: int, size: int) -> Segment:
         last_position=int(position.max()),
         tail_position=torch.cat([torch.arange(num_pairs), *before, position]),
         seen=visible,
+        cache_indices=range(visible.shape[1] - count * size, visible.shape[1]),
     )

@@ -17,14 +17,14 @@ FALCON_RUN = TrainSettings(epochs=8, learning_rate=2e-3)
 
 @dataclass(frozen=True)
 class FalconShape(Settings):
-    """Shape of a Falcon head.
+    """Sizes of a Falcon head.
 
     Attributes:
         block_size: tokens drafted per pass, k.
-        num_layers: attention layers of the head, which start as copies of the target's last ones.
+        num_layers: attention layers of the head, initially copies of the target's last ones.
         recurrent: carry the LSTM's state along the text, as in the paper; the released code resets
             it at every pair.
-        fused: read three earlier states of the target as well, as EAGLE-3 does (Li et al. 2025,
+        fused: read three earlier hidden states of the target, too, like EAGLE-3 (Li et al. 2025,
             arXiv 2503.01840); the paper reads the last one.
         dropout: dropout between the LSTM layers, in training.
     """
@@ -43,25 +43,23 @@ class FalconShape(Settings):
 
 @dataclass(frozen=True)
 class CsgdSettings(Settings):
-    """Loss of a Falcon head; `hf_spec.methods.falcon.csgd` explains the choices.
+    """Settings of the loss; `hf_spec.methods.falcon.csgd` explains the choices.
 
     Attributes:
-        schedule: share of glanced inputs over the epochs; steps lowers it to 0 within any number of
-            epochs, off replaces none. See hf_spec.methods.falcon.csgd.
+        schedule: share of replaced inputs by epoch; "steps" decreases it to 0 over any number of
+            epochs, "off" replaces none. See hf_spec.methods.falcon.csgd.
         noise: noise on the input features; see hf_spec.methods.falcon.csgd.
-        hard_label: hard label of a position: the token in the data, or one drawn from the target.
-        replaced_token: token that glancing inserts: the target's first choice, or the one in the
-            data.
+        hard_label: the token in the data, or one drawn from the target.
+        replaced_token: token of replaced inputs: the target's first choice, or that of the data.
         feature_weight: weight of the feature loss, a smooth L1 distance.
         soft_weight: weight of the cross-entropy with the target's distribution.
         hard_weight: weight of the cross-entropy with the hard label.
-        soft_temperature: temperature of the head's scores in the soft loss; 0.95 in the released
-            code.
-        own_features: share of the blocks that read features which the head itself predicted.
-        own_passes: consecutive passes that predict those features, each from the pass before it.
-        feature_scale: compare features as they are (raw), or each dimension in units of its root
-            mean square.
-        learn_replaced: learn from replaced positions too, whose inputs contain the answer.
+        soft_temperature: temperature of the head's logits in the soft loss; released code: 0.95.
+        own_features: share of the blocks whose input features are predicted by the head.
+        own_passes: consecutive passes that predict them, each from those of the pass before.
+        feature_scale: compare features as they are (raw), or divide each dimension by its root mean
+            square (dimension).
+        learn_replaced: also learn from replaced places, whose inputs contain their answers.
     """
 
     schedule: Annotated[Literal["paper", "released", "steps", "off"], Named("csgd")] = "paper"
@@ -83,7 +81,7 @@ class CsgdSettings(Settings):
             raise OptionError(f"soft_temperature={self.soft_temperature!r} must be positive")
 
     def share(self, epoch: int, num_epochs: int, done: float = 0.0) -> float:
-        """Return lambda in epoch `epoch` (from 0), when the share `done` of all steps is done."""
+        """Return lambda in an epoch counted from 0, after the share `done` of all steps."""
         left = (num_epochs - epoch) / num_epochs
         by_step = 0.4 * (1 - done)
         shares = {"paper": 0.4 * left, "released": 0.35 * left + 0.1, "steps": by_step, "off": 0.0}
@@ -92,16 +90,16 @@ class CsgdSettings(Settings):
 
 @dataclass(frozen=True)
 class FalconTrainSettings(Settings):
-    """Shape, loss and vocabulary of a Falcon head.
+    """Settings of `train_falcon`.
 
     Attributes:
-        shape: shape of the head.
-        csgd: loss.
-        vocabulary_size: most frequent tokens that it can propose; None for all.
-        keep_vocabulary: propose the tokens of the head to start from, whatever these answers have.
+        shape: sizes of the head.
+        csgd: settings of the loss.
+        vocabulary_size: number of most frequent tokens that it can draft; None for all.
+        keep_vocabulary: keep the vocabulary of the head to start from.
         max_context: last tokens of a prompt that are read in training; None for all.
-        max_depth: maximum depth of a draft, written into the adapter.
-        held_back: share of the prompts that are held out, chosen by a hash of their ids.
+        max_depth: most tokens of a draft, stored in the adapter.
+        held_back: share of the prompts in the held-out set, chosen by a hash of their ids.
     """
 
     shape: FalconShape = field(default_factory=FalconShape)

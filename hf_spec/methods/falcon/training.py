@@ -1,8 +1,8 @@
 """Training of a Falcon head on the target's own answers (`hf-spec train falcon`).
 
-The head starts from the target's last layers and a plain sum of its two inputs, and learns by
-coupled sequential glancing distillation (`hf_spec.methods.falcon.csgd`). Loss on answers only. The
-grid of blocks is drawn again for every micro-batch, since a generation brings every alignment.
+The head starts from the target's last layers and the sum of its two inputs, and is trained by
+coupled sequential glancing distillation (`hf_spec.methods.falcon.csgd`). The loss covers answers
+only. Every micro-batch draws where blocks begin, since generations have every alignment.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import micro_batches, save_trained, train
 
-# Texts whose features tell how large those of the target are.
+# Texts that the root mean squares of features are measured on.
 SAMPLE = 32
-# Texts of one forward when the held-back ones are evaluated.
+# Texts per forward pass of the evaluation on the held-out set.
 EVALUATED = 8
 
 
@@ -55,15 +55,19 @@ def train_falcon(
 ) -> SpecAdapter:
     """Train a head on a frozen target's answers and write its adapter to `folder`.
 
-    Several answers to one prompt share an id. Checkpoint and metrics go into the `training` folder.
-    `start` is a head to go on from, by default the target's last layers; its vocabulary, which is
-    not learned, is chosen again, or kept where the settings say so. One that is not fused may
-    become so.
+    Args:
+        model: the target.
+        texts: its answers; several answers to one prompt share an id.
+        folder: the adapter's folder. Checkpoints and metrics go into its `training` folder.
+        settings: what to train.
+        run: how to train.
+        start: a head to continue training from; by default the target's last layers. Its vocabulary
+            is chosen again, unless the settings keep it. It may become fused.
 
     Raises:
-        UnsupportedError: if the target changes its logits after the head.
-        OptionError: if nothing is left to train on or to evaluate with, `start` has another shape,
-            or there is none whose vocabulary could be kept.
+        UnsupportedError: if the target changes its logits after the output head.
+        OptionError: if the training set or the held-out set is empty, `start` has another shape, or
+            its vocabulary is to be kept and there is no `start`.
         AssistantError: if `start` belongs to another model.
     """
     check_plain_head(model)
@@ -83,14 +87,14 @@ def train_falcon(
         head.train()
         return acceptance(matches)
 
-    # By name: the adapter goes to others, whom this machine's folders do not concern.
+    # The name only: adapters are shared, and must not contain paths of this machine.
     started = start.folder.name if start is not None and start.folder is not None else None
     facts = {**asdict(settings), "texts": len(texts), "start": started}
     head.train()
-    known = {**facts, **learned_from(model, [text.response for text in texts])}
-    figures = train(head.trained(), loss, epochs, run, folder / "training", evaluate, known)
-    told = {"training": {**facts, **asdict(run)}, "held_back": figures}
-    return save_trained(folder, head.to_adapter({"max_depth": settings.max_depth, **told}))
+    inputs = {**facts, **learned_from(model, [text.response for text in texts])}
+    figures = train(head.trained(), loss, epochs, run, folder / "training", evaluate, inputs)
+    record = {"training": {**facts, **asdict(run)}, "held_back": figures}
+    return save_trained(folder, head.to_adapter({"max_depth": settings.max_depth, **record}))
 
 
 def _new_head(
@@ -101,12 +105,14 @@ def _new_head(
     start: SpecAdapter | None,
 ) -> FalconHead:
     if settings.keep_vocabulary and start is None:
-        raise OptionError("keep_vocabulary: there is no head to go on from; name one, or drop it")
+        raise OptionError(
+            "keep_vocabulary requires a head to start from; pass one, or leave it out"
+        )
     responses = (text.response for text in learned)
     vocabulary = answer_vocabulary(model, responses, settings.vocabulary_size)
     if start is not None:
-        known: dict[str, Any] = {} if settings.keep_vocabulary else {"vocabulary": vocabulary}
-        head = FalconHead.from_adapter(start, model, fused=settings.shape.fused, **known)
+        chosen: dict[str, Any] = {} if settings.keep_vocabulary else {"vocabulary": vocabulary}
+        head = FalconHead.from_adapter(start, model, fused=settings.shape.fused, **chosen)
         if head.shape != settings.shape:
             raise OptionError(
                 f"the head to start from has the shape {asdict(head.shape)}, not "
@@ -127,23 +133,23 @@ def _new_head(
 
 
 def state_sizes(model: PreTrainedModel, texts: Sequence[Text], head: FalconHead) -> Tensor:
-    """(n * H,) root mean squares of the n states that `head` reads, one after the other."""
-    return torch.cat([hidden_sizes(model, texts[:SAMPLE], one) for one in head.hidden_layers])
+    """Return (n * H,) root mean squares of the n hidden states that `head` reads."""
+    return torch.cat([hidden_sizes(model, texts[:SAMPLE], layer) for layer in head.hidden_layers])
 
 
 def hidden_sizes(model: PreTrainedModel, texts: Sequence[Text], layer: int = -1) -> Tensor:
-    """(H,) float32, the root mean square of each dimension of a hidden state of `texts`."""
+    """Return (H,) float32, the root mean square of each dimension of a hidden state."""
     states = text_features(model, [text.response for text in texts], (layer,))
     return torch.cat([state.float() for state in states]).square().mean(dim=0).sqrt()
 
 
 @torch.no_grad()
 def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text]) -> list[Tensor]:
-    """Per text (answer tokens, k) bool: whether slot j of the block drafted there was right.
+    """Return per text (answer tokens, k) bool: True if slot j of the block drafted there is right.
 
-    Row n belongs to the draft whose first token is token n of the answer, its slot j to the token j
-    places on. Slots after the text count as wrong. Every place ends a block of one of the k grids,
-    so k forwards under the target's own features and tokens tell all of it exactly.
+    Row n belongs to the draft whose first token is token n of the answer, and its slot j to the
+    token j places later. Slots after the text count as wrong. Every place ends a block for one of
+    k grids, so k forward passes over the target's features and tokens cover all of them.
     """
     k = head.shape.block_size
     pairs = read_pairs(model, texts, k, layers=head.hidden_layers)
@@ -156,9 +162,9 @@ def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text
     for grid in range(k):
         with mixed_precision(model):
             predicted = head(pairs.tokens, features, grid)[pairs.rows, pairs.places]
-            choice = head.head.known(predicted).argmax(dim=-1)
+            choice = head.head.draft_logits(predicted).argmax(dim=-1)
         slot = (pairs.places - grid) % k
-        # Pair i in slot j belongs to the block that ends k - 1 - j pairs on.
+        # Pair i in slot j belongs to the block that ends k - 1 - j pairs later.
         last = (pairs.places + k - 1 - slot).clamp_max(length)
         right[pairs.rows, last, slot] = choice == answers
     return [

@@ -1,4 +1,4 @@
-"""Which tree of ranks a Falcon head drafts: the configured one, its adapter's, or a usual one."""
+"""The tree of ranks that a Falcon head drafts: configured, its adapter's, or the default."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from hf_spec.methods.falcon.head import METHOD, FalconHead
 
 
 def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:
-    """The tree that `FalconConfig.tree` stands for with a head, cut to a depth and to its lists.
+    """Return the tree of `FalconConfig.tree` for a head, cut to a depth and to its vocabulary.
 
-    Refused are trees deeper than the head was trained for, or made for another k.
+    Raises:
+        OptionError: if the tree is deeper than the head was trained for, or made for another k.
+        AssistantError: if the adapter's own tree is damaged.
     """
     tree = _whole_tree(named, max_draft_tokens, head).cut(max_draft_tokens, head.head.size)
     longest = max_depth(head)
@@ -25,14 +27,14 @@ def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> R
 
 
 def max_sent(named: Any, max_nodes: int | None, head: FalconHead) -> int | None:
-    """How many nodes of a tree are sent, None for all; the adapter may say so of its own tree."""
+    """Return how many nodes of a tree to send: configured or the adapter's; None for all."""
     if max_nodes is not None or named != "auto":
         return max_nodes
     return _stored(head, "max_nodes", "calibrate")
 
 
 def max_depth(head: FalconHead) -> int | None:
-    """The depth that a head was trained for, None if its adapter does not say."""
+    """Return the depth that a head was trained for; None if its adapter has none."""
     return _stored(head, "max_depth", "train")
 
 
@@ -45,11 +47,11 @@ def _stored(head: FalconHead, name: str, remedy: str) -> int | None:
 
 def _whole_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:
     size = head.shape.block_size
-    usual = min(2 * size, max_depth(head) or 2 * size)
+    default_depth = min(2 * size, max_depth(head) or 2 * size)
     if not isinstance(named, str):
         return RankTree(named)
     if named == "chain":
-        return RankTree.chain(max_draft_tokens or usual)
+        return RankTree.chain(max_draft_tokens or default_depth)
     if named != "auto":
         published = published_trees(METHOD)[named]
         if published.block_size != size:
@@ -58,12 +60,13 @@ def _whole_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> R
                 f"{size}: pass tree='auto', 'chain' or rank paths"
             )
         return published.tree
-    own = head.options.get("tree")
-    if own is None:
-        # What a small model verifies at nearly the cost of one token, on a CPU: 8 nodes.
-        return RankTree.of([*RankTree.chain(usual).paths, (1,), (2,), *[(0, 1)][: usual - 1]])
+    stored_tree = head.options.get("tree")
+    if stored_tree is None:
+        # On a CPU a small model verifies 8 nodes at nearly the cost of one token.
+        chain = RankTree.chain(default_depth).paths
+        return RankTree.of([*chain, (1,), (2,), *[(0, 1)][: default_depth - 1]])
     try:
-        tree = RankTree.of(own)
+        tree = RankTree.of(stored_tree)
     except (OptionError, TypeError) as error:
         raise AssistantError(f"the Falcon adapter's tree cannot be used: {error}") from error
     if tree.height > (max_depth(head) or tree.height):

@@ -1,12 +1,13 @@
-"""The head of a draft model cut out of its target: a learned bridge, and few tokens.
+"""Output heads of drafters: for few tokens, and after a learned bridge.
 
-The target's head expects what the target's last layer says. After an early layer a square matrix,
-the *bridge*, learns to translate (a "tuned lens", Belrose et al. 2023, arXiv 2303.08112).
+The output head of a small model takes most of a draft step: 49,152 rows of SmolLM2's against a few
+layers. Frequent tokens make up nearly all of a text, so a head of a few thousand rows proposes
+almost the same and is much faster; the target still chooses among all tokens (as in FR-Spec, Zhao
+et al. 2025, arXiv 2502.14856).
 
-On a small model most of a draft step goes into the head: 49,152 rows of SmolLM2's against a few
-layers. Frequent tokens are nearly all of a text, so a head of a few thousand rows proposes almost
-the same and is much faster; the target still chooses among all tokens (as in FR-Spec, Zhao et al.
-2025, arXiv 2502.14856).
+A draft model that is cut out of its target ends in an early layer, but the target's head expects
+the output of the last one. A square matrix, the *bridge*, learns to map one to the other (a "tuned
+lens", Belrose et al. 2023, arXiv 2303.08112).
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.fast.graph_shapes import step_variant
 
 
-class _Alone(threading.local):
-    """The heads that give this thread the logits of their own tokens alone."""
+class _Restricted(threading.local):
+    """The heads that return the logits of their vocabulary only, in this thread."""
 
     heads: tuple[nn.Module, ...] = ()
 
 
-_alone = _Alone()
+_restricted = _Restricted()
 
 
 class FewTokensHead(nn.Module):
-    """The target's head for the tokens of `vocabulary`; every other one gets the logit -inf.
+    """The target's output head for the tokens of `vocabulary`; all others get the logit -inf.
 
     Args:
-        head: (V, hidden size) head of the target. Shared without a vocabulary, else its rows are
+        head: (V, hidden size) head of the target. Shared without a vocabulary; else its rows are
             copied.
         vocabulary: (R,) int64 token ids, ascending; None for all.
 
     Attributes:
-        full_size, size: V; and R, or V.
+        full_size: V.
+        size: R; V without a vocabulary.
     """
 
     vocabulary: Tensor | None
@@ -66,16 +68,16 @@ class FewTokensHead(nn.Module):
                 self.scores.bias.copy_(bias.detach()[vocabulary])
         self.register_buffer("vocabulary", vocabulary, persistent=False)
 
-    def known(self, hidden: Tensor) -> Tensor:
-        """(..., hidden size) -> (..., R), the logits of the vocabulary alone."""
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Return (..., R) logits of the vocabulary of (..., hidden size)."""
         return self.scores(hidden)
 
     def tokens(self, places: Tensor) -> Tensor:
-        """Token ids of places in the vocabulary."""
+        """Return the token ids of places in the vocabulary."""
         return places if self.vocabulary is None else self.vocabulary[places]
 
     def places(self) -> Tensor:
-        """(V,) int64 where each token stands in the vocabulary, -1 for those outside."""
+        """Return (V,) int64 places of the tokens in the vocabulary, -1 for those outside."""
         if self.vocabulary is None:
             return torch.arange(self.full_size)
         places = torch.full((self.full_size,), -1)
@@ -83,31 +85,32 @@ class FewTokensHead(nn.Module):
         return places
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Let this thread's forwards of the whole model end in the (..., R) of `known`."""
-        before, _alone.heads = _alone.heads, (*_alone.heads, self)
+    def restrict_logits(self) -> Iterator[None]:
+        """Let this thread's forward passes of the model return `draft_logits`, (..., R)."""
+        before, _restricted.heads = _restricted.heads, (*_restricted.heads, self)
         try:
             with step_variant(id(self)):
                 yield
         finally:
-            _alone.heads = before
+            _restricted.heads = before
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., hidden size) -> (..., V)."""
-        few = self.known(hidden)
-        return few if any(head is self for head in _alone.heads) else self.among_all(few)
+        """Return (..., V) logits of (..., hidden size)."""
+        logits = self.draft_logits(hidden)
+        restricted = any(head is self for head in _restricted.heads)
+        return logits if restricted else self.over_vocabulary(logits)
 
-    def among_all(self, few: Tensor) -> Tensor:
-        """(..., R) logits of the vocabulary -> (..., V)."""
+    def over_vocabulary(self, draft_logits: Tensor) -> Tensor:
+        """Return (..., V) logits of (..., R) logits of the vocabulary."""
         if self.vocabulary is None:
-            return few
-        logits = few.new_full((*few.shape[:-1], self.full_size), float("-inf"))
-        logits[..., self.vocabulary] = few
+            return draft_logits
+        logits = draft_logits.new_full((*draft_logits.shape[:-1], self.full_size), float("-inf"))
+        logits[..., self.vocabulary] = draft_logits
         return logits
 
 
 class DraftHead(FewTokensHead):
-    """A `FewTokensHead` after a (hidden size, hidden size) bridge, the identity at first."""
+    """A `FewTokensHead` after a (hidden size, hidden size) bridge, initially the identity."""
 
     def __init__(self, head: Any, vocabulary: Tensor | None):
         super().__init__(head, vocabulary)
@@ -118,13 +121,13 @@ class DraftHead(FewTokensHead):
         )
         nn.init.eye_(self.bridge.weight)
 
-    def known(self, hidden: Tensor) -> Tensor:
-        """(..., hidden size) -> (..., R), the logits of the vocabulary alone."""
-        return super().known(self.bridge(hidden))
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """See `FewTokensHead`."""
+        return super().draft_logits(self.bridge(hidden))
 
 
 def check_plain_head(model: PreTrainedModel) -> None:
-    """Refuse a target whose logits are not simply what its head says of its features."""
+    """Raise `UnsupportedError` if the target scales or caps the output of its head."""
     config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):

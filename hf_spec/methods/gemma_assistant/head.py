@@ -25,7 +25,8 @@ from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.common.errors import AssistantError, UnsupportedError
-from hf_spec.engine.forward.tree_attention import PackedStep, attend_stored, storing_layers
+from hf_spec.engine.forward.step import PackedStep, storing_layers
+from hf_spec.engine.forward.tree_attention import attend_stored
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 
 FAMILY = "gemma4_assistant"

@@ -15,9 +15,8 @@ from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed
 from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.draft_tree import Verdict
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.packing import past_segment
 from hf_spec.engine.forward.row_storage import RowStorage
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.step import PackedStep
 from hf_spec.methods.gemma_assistant.head import GemmaAssistant
 
 
@@ -82,7 +81,7 @@ class AssistantRunner:
         device = self.device
         assert self._storage is not None, "rows draft after the target has run them"
         segments, positions = self._segments(self._storage, rows)
-        step = PackedStep(self._storage.pool, (), segments)
+        step = PackedStep(self._storage.pool, segments)
         inputs = [positions, tokens] if parents is None else [positions, tokens, parents]
         sent = iter(send([t for t in inputs if t.device.type == "cpu"], device))
         positions, tokens, *indices = (next(sent) if t.device.type == "cpu" else t for t in inputs)
@@ -101,7 +100,7 @@ class AssistantRunner:
         positions = []
         for row, nodes in groupby(rows):
             start = segments[-1].end if segments else 0
-            segment = past_segment(storage.past(row), start, len(list(nodes)))
+            segment = storage.stored_row(row).query_segment(start, len(list(nodes)))
             positions.append(segment.position + storage.position_offsets[row])
             segments.append(segment)
         return segments, torch.cat(positions)

@@ -32,7 +32,7 @@ from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import whole_number
 from hf_spec.common.errors import AssistantError
-from hf_spec.drafting.one_pass_drafter import Lists, Proposals
+from hf_spec.drafting.one_pass_drafter import FixedProposals, Proposals
 from hf_spec.engine.fast.packed_linear import install_packed_linears
 from hf_spec.methods.published_weights import OutputHead, fitted, linear, sizes_of
 
@@ -86,7 +86,7 @@ class MedusaHeads(nn.Module):
 
     def propose(self, features: Tensor, depth: int) -> Proposals:
         """Return the proposals after the roots that follow (A, H) features."""
-        return Lists(self(features, depth))
+        return FixedProposals(self(features, depth))
 
     @property
     def timing_key(self) -> int:

@@ -33,8 +33,8 @@ from hf_spec.adapters.published import (
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.engine.forward.vocabulary import num_embeddings
-from hf_spec.methods.feature_pairs.rows import State
-from hf_spec.methods.feature_pairs.runner import MaskTokens, check_packed
+from hf_spec.methods.feature_pairs.rows import MaskTokens, State
+from hf_spec.methods.feature_pairs.runner import check_packed
 from hf_spec.methods.mtp.layouts import LAYER, Layout, canonical_names, find_module
 from hf_spec.methods.published_weights import NormedHead, SinglePairShape
 

@@ -245,13 +245,13 @@ class SdsatDrafter(Drafter):
             if prob <= 0 or plan.reach[parent] * prob < self.config.min_probability:
                 continue
             if not (parent and state.stop.ends_sequence(plan.tokens[parent])):
-                node_of[path] = plan.hang(parent, tokens[rank], prob)
+                node_of[path] = plan.add_node(parent, tokens[rank], prob)
 
     def _add_chain(self, plan: _DraftPlan, node: int, length: int) -> None:
         """Add a chain of adaptive tokens after a node."""
         chain = [node]
         for token in self._adaptive_ids[: max(length, 0)]:
-            chain.append(plan.hang(chain[-1], token))
+            chain.append(plan.add_node(chain[-1], token))
         if len(chain) > 1:
             plan.chains[node] = chain[1:]
 

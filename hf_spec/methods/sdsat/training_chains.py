@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveTokens
 from hf_spec.training.answers import Example
 from hf_spec.training.held_out import by_slot
@@ -153,7 +153,7 @@ def run_chains(
             runner.forward(ends, [text.tokens[:-1] for text in texts])
             runner.keep([[] for _ in texts])
         # From here on the answer tokens count as tree nodes that have run.
-        runner.stored = [text.first - 1 for text in texts]
+        runner.rows.stored = [text.first - 1 for text in texts]
         return runner.forward(DraftTree.from_rows(rows), prompts, nodes).logits, positions
 
 

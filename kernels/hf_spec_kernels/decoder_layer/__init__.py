@@ -16,7 +16,7 @@ from hf_spec_kernels.kv_write import cpu as kv_write
 from hf_spec_kernels.packed_linear import PackedWeight, multiplier
 from hf_spec_kernels.ragged_tree_attention import cpu as ragged_tree_attention
 
-__all__ = ["Attention", "BuildError", "Storage", "Weight", "build_layer", "weight_of"]
+__all__ = ["Attention", "BuildError", "Call", "Storage", "Weight", "build_layer", "weight_of"]
 
 
 class Weight(ctypes.Structure):
@@ -43,7 +43,7 @@ class Attention(ctypes.Structure):
     """What a layer attends to; `window` and `chunk` are 0 for none."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("write", "attend", "places", "layout")),
+        *((name, ctypes.c_void_p) for name in ("write", "attend")),
         ("keys", Storage),
         ("values", Storage),
         ("window", ctypes.c_int64),
@@ -60,6 +60,15 @@ class Attention(ctypes.Structure):
         return cls(kv_write.address(), ragged_tree_attention.address(dtype))
 
 
+class Call(ctypes.Structure):
+    """Arguments of one call; see `Call` in `layer.h`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("inputs", "outputs", "places", "layout")),
+        *((name, ctypes.c_int64) for name in ("tokens", "threads")),
+    )
+
+
 def weight_of(weight: PackedWeight | torch.Tensor) -> Weight:
     """A weight that is packed, or (N, K), contiguous."""
     if isinstance(weight, PackedWeight):
@@ -68,15 +77,15 @@ def weight_of(weight: PackedWeight | torch.Tensor) -> Weight:
 
 
 def build_layer(text: str) -> Callable[..., None]:
-    """The function `run` of a program: inputs, outputs, weights, attention, tokens and threads.
+    """Build the C++ of a layer; return its function `run(constants, weights, attention, call)`.
 
-    Inputs and outputs are arrays of addresses, `weights` is one of `Weight`.
+    `constants` is an array of addresses and `weights` one of `Weight`; `attention` and `call` point
+    to an `Attention`, or None, and a `Call`.
 
     Raises:
-        BuildError: where it cannot be built.
+        BuildError: if the C++ cannot be built.
     """
     function = load_text("decoder_layer", text).run
-    pointer = ctypes.c_void_p
-    function.argtypes = (*[pointer] * 4, ctypes.c_int64, ctypes.c_int)
+    function.argtypes = [ctypes.c_void_p] * 4
     function.restype = None
     return function

@@ -26,17 +26,27 @@ struct Storage {
     int64_t slot, head, place;
 };
 
-// What a layer's attention is told by the step; `places` is null where another layer stores.
+// The kernels and buffers of a layer's attention. `write` is null where the layer shares the keys and
+// values of another one.
 struct Attention {
     void (*write)(const void*, int64_t, int64_t, void*, int64_t, int64_t, int64_t, const int32_t*,
                   int64_t, int64_t, int64_t);
     void (*attend)(const void*, int64_t, int64_t, const void*, int64_t, int64_t, int64_t, const void*,
                    int64_t, int64_t, int64_t, void*, const void*, const float*, const float*, float,
                    float, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
-    const int32_t* places;
-    const void* layout;
     Storage keys, values;
     int64_t window, chunk;
+};
+
+// Arguments that change with every call: addresses of the tensors that go in and come out; the slot
+// and position where each token is stored, and the layout of the step, both for attention.
+struct Call {
+    const void* const* inputs;
+    void* const* outputs;
+    const int32_t* places;
+    const void* layout;
+    int64_t tokens;
+    int64_t threads;
 };
 
 // Numbers in memory, to compute with.
@@ -105,24 +115,24 @@ void multiply(const Weight& weight, const T* states, const void* bias, T* result
 
 // Puts new keys or values where they belong; steps between tokens and heads are in numbers.
 template <typename T>
-void store(const Attention& attention, const Storage& to, const T* states, int64_t token, int64_t head,
-           int64_t tokens, int64_t heads, int64_t width) {
+void store(const Attention& attention, const Storage& to, const int32_t* places, const T* states,
+           int64_t token, int64_t head, int64_t tokens, int64_t heads, int64_t width) {
     constexpr int64_t SIZE = sizeof(T);
-    if (attention.places)
+    if (attention.write)
         attention.write(states, SIZE * token, SIZE * head, to.numbers, SIZE * to.slot, SIZE * to.head,
-                        SIZE * to.place, attention.places, tokens, heads, SIZE * width);
+                        SIZE * to.place, places, tokens, heads, SIZE * width);
 }
 
 // Lets queries attend to what the step shows them.
 template <typename T>
-void attend(const Attention& attention, const T* query, int64_t token, int64_t head, T* results,
-            const float* sinks, float scale, float softcap, int64_t heads, int64_t kv_heads,
-            int64_t width, int64_t value_width, int threads) {
+void attend(const Attention& attention, const void* layout, const T* query, int64_t token,
+            int64_t head, T* results, const float* sinks, float scale, float softcap, int64_t heads,
+            int64_t kv_heads, int64_t width, int64_t value_width, int threads) {
     const Storage &keys = attention.keys, &values = attention.values;
     attention.attend(query, token, head, keys.numbers, keys.slot, keys.head, keys.place, values.numbers,
-                     values.slot, values.head, values.place, results, attention.layout, nullptr, sinks,
-                     scale, softcap, attention.window, attention.chunk, heads, kv_heads, width,
-                     value_width, threads);
+                     values.slot, values.head, values.place, results, layout, nullptr, sinks, scale,
+                     softcap, attention.window, attention.chunk, heads, kv_heads, width, value_width,
+                     threads);
 }
 
 // Memory of a thread for one call. It is kept for the next one, but what a long prompt took is freed

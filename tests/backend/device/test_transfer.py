@@ -22,7 +22,7 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.loop import finish_step
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.eagle.head import build as build_eagle
 from hf_spec.methods.falcon.drafter import FalconDrafter

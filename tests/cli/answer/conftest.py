@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from hf_spec.cli.answer.speaker import Speaker
+from hf_spec.cli.answer.responder import Responder
 from hf_spec.cli.options import AnswerSettings
 from tests.tiny_models import VOCAB, build
 
@@ -48,6 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def speaker(tokenizer: Any) -> Speaker:
+def responder(tokenizer: Any) -> Responder:
     """The tiny Llama with lookup, 24 new tokens."""
-    return Speaker(build("llama"), tokenizer, AnswerSettings("lookup", 24))
+    return Responder(build("llama"), tokenizer, AnswerSettings("lookup", 24))

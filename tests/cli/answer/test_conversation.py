@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hf_spec import OptionError
 from hf_spec.cli.answer.conversation import Conversation
-from hf_spec.cli.answer.speaker import Speaker
+from hf_spec.cli.answer.responder import Responder
 from hf_spec.cli.options import AnswerSettings
 from tests.cli.answer.conftest import make_tokenizer
 from tests.cli.answer.test_console_streamer import green_words
@@ -23,12 +23,12 @@ from tests.tiny_models import build
 class Talk:
     """A conversation whose lines are known beforehand; `page` is what the user saw."""
 
-    def __init__(self, speaker: Speaker, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, responder: Responder, monkeypatch: pytest.MonkeyPatch):
         self.page = io.StringIO()
         console = Console(
             file=self.page, force_terminal=True, color_system="standard", width=100, highlight=False
         )
-        self.conversation = Conversation(speaker, console, system="w90")
+        self.conversation = Conversation(responder, console, system="w90")
         self._monkeypatch = monkeypatch
 
     def say(self, *lines: str) -> str:
@@ -39,8 +39,8 @@ class Talk:
 
 
 @pytest.fixture
-def talk(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> Talk:
-    return Talk(speaker, monkeypatch)
+def talk(responder: Responder, monkeypatch: pytest.MonkeyPatch) -> Talk:
+    return Talk(responder, monkeypatch)
 
 
 def answer_to(text: str) -> str:
@@ -72,7 +72,7 @@ def test_reset_forgets(talk: Talk) -> None:
     talk.say("w11", "/reset", "w12")
     contents = [message["content"].strip() for message in talk.conversation.messages]
     assert contents == ["w90", "w12", answer_to("system w90 user w12 answer")]
-    assert "nothing has been answered yet" in talk.say("/reset", "/stats")
+    assert "no answers yet" in talk.say("/reset", "/stats")
 
 
 def test_save(talk: Talk, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_save(talk: Talk, tmp_path: Path) -> None:
     file.write_text("old")
     page = talk.say("w11", f"/save {file}", "/save", f"/save {tmp_path}")
     assert json.loads(file.read_text()) == talk.conversation.messages
-    assert page.count("needs the name of a file") == 2
+    assert page.count("needs a file name") == 2
     assert list(tmp_path.iterdir()) == [file]
     assert "error:" in talk.say(f"/save {tmp_path}/no/such/folder.json")
     assert "a device" in talk.say("/save /dev/full")
@@ -93,7 +93,7 @@ def test_a_name_below_a_home_that_is_unknown(talk: Talk) -> None:
 def test_another_strategy(talk: Talk) -> None:
     page = talk.say("/strategy none", "w11", "/strategy", "/strategy nonsense", "w12")
     assert "unknown spec_strategy 'nonsense'" in page
-    assert talk.conversation.speaker.entry.name == "none"
+    assert talk.conversation.responder.entry.name == "none"
     # Nothing is drafted, so nothing is coloured.
     assert green_words(page) == 0
     assert len(talk.conversation.messages) == 5
@@ -109,12 +109,12 @@ def test_help_exit_and_unknown_commands(talk: Talk) -> None:
 
 def test_an_answer_that_cannot_be_given_is_not_remembered(talk: Talk) -> None:
     page = talk.say("w11 " * 300, "w12")
-    assert "more than the 256 of the model's context" in " ".join(page.split())
+    assert "exceeds the model's context of 256" in " ".join(page.split())
     assert [m["content"].strip() for m in talk.conversation.messages][:2] == ["w90", "w12"]
 
 
 def test_ctrl_c_cuts_an_answer_short(
-    talk: Talk, speaker: Speaker, monkeypatch: pytest.MonkeyPatch
+    talk: Talk, responder: Responder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forwards = 0
 
@@ -124,7 +124,7 @@ def test_ctrl_c_cuts_an_answer_short(
         if forwards == 4:
             raise KeyboardInterrupt
 
-    handle = speaker.model.register_forward_pre_hook(interrupt)
+    handle = responder.model.register_forward_pre_hook(interrupt)
     try:
         page = talk.say("w11 w12")
     finally:
@@ -136,11 +136,11 @@ def test_ctrl_c_cuts_an_answer_short(
     assert whole.startswith(cut.strip())
     assert len(cut) < len(whole)
     # The model is as it was.
-    assert speaker.generate(torch.arange(9, 15)[None]).sequences.shape[1] == 30
+    assert responder.generate(torch.arange(9, 15)[None]).sequences.shape[1] == 30
 
 
 def test_no_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = AnswerSettings("lookup", 4)
-    speaker = Speaker(build("llama"), make_tokenizer(template=None), settings)
+    responder = Responder(build("llama"), make_tokenizer(template=None), settings)
     with pytest.raises(OptionError, match="no chat template"):
-        Talk(speaker, monkeypatch).say("w11")
+        Talk(responder, monkeypatch).say("w11")

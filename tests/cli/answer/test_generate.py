@@ -84,11 +84,11 @@ def test_sampling(folder: Path, continued: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give a prompt"),
-        (("text", "--prompt-file", __file__), "give a prompt"),
+        ((), "pass either a prompt"),
+        (("text", "--prompt-file", __file__), "pass either a prompt"),
         (("",), "the prompt is empty"),
         (("text", "--seed", 1), "add --sample"),
-        (("text", "--batch-size", 2), "--batch-size is for many prompts"),
+        (("text", "--batch-size", 2), "--batch-size needs --prompts"),
         (("text", "--strategy", "nonsense"), "unknown spec_strategy 'nonsense'"),
         (("text", "--dtype", "int8"), "'int8' is not one of 'auto', 'float32'"),
         (("text", "--device", "abacus"), "--device abacus"),
@@ -106,7 +106,7 @@ def test_wrong_usage(folder: Path, arguments: tuple[Any, ...], message: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--strategy", "lookup", "--assistant", "x"), "no strategy that was named asks for it"),
+        (("--strategy", "lookup", "--assistant", "x"), "none of the named strategies uses"),
         (("--strategy", "lookup@x"), "takes no assistant"),
         (("--strategy", "draft@/nowhere/at/all"), "there is no folder /nowhere/at/all"),
         (("--strategy", "falcon@/nowhere/at/all"), "there is no folder /nowhere/at/all"),

@@ -87,10 +87,10 @@ def test_answers_come_in_the_order_of_the_prompts(
     assert line["text"] == make_tokenizer().decode(line["token_ids"], skip_special_tokens=True)
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl"]
     again = run(folder, *options(source, out))
-    assert (again.exit_code, "holds all answers already" in again.stderr) == (0, True)
+    assert (again.exit_code, "has all answers already" in again.stderr) == (0, True)
 
 
-def test_a_run_goes_on_from_whole_lines(
+def test_a_run_resumes_from_complete_lines(
     folder: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, works = tmp_path / "out.jsonl", many._answers
@@ -126,10 +126,10 @@ def test_files_that_are_something_else_are_refused(
     for wrong in (["--prompts", source], ["--out", out], [PROMPT, "--prompts", source]):
         result = run(folder, *wrong)
         assert result.exit_code == 2
-        assert "--prompts and --out go together" in said(result)
+        assert "--prompts needs --out" in said(result)
     for useless in ("--json", "--stats"):
         result = run(folder, *options(source, out), useless)
-        assert (result.exit_code, "are for one prompt" in said(result)) == (2, True)
+        assert (result.exit_code, "support only a single prompt" in said(result)) == (2, True)
     source.write_text(json.dumps({"id": "chat", "turns": ["a", "b"]}))
     assert "'chat' has several turns" in said(run(folder, *options(source, tmp_path / "o")))
 
@@ -194,7 +194,7 @@ class TestAnotherRun:
         out = source.with_name("lossy.jsonl")
         sampled = [*options(source, out), "--sample", "--assistant", "truncated:1", "--strategy"]
         assert run(folder, *sampled, "gsd:compile=false").exit_code == 0
-        assert "holds all answers" in run(folder, *sampled, "tree:compile=false").stderr
+        assert "has all answers" in run(folder, *sampled, "tree:compile=false").stderr
         lossy = "gsd:compile=false,lossy=true"
         assert f"strategy=None (now '{lossy}')" in said(run(folder, *sampled, lossy))
 
@@ -222,7 +222,7 @@ class TestChangedPrompts:
         run(folder, *options(source, out))
         before = answers(out)
         source.write_text("\n".join(reversed(source.read_text().splitlines())))
-        assert "holds all answers already" in run(folder, *options(source, out)).stderr
+        assert "has all answers already" in run(folder, *options(source, out)).stderr
         assert answers(out) == before[::-1]
 
     def test_equal_prompts_have_an_answer_each(self, folder: Path, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_special_files_are_refused(folder: Path, source: Path, tmp_path: Path) -
     for given in (options(tmp_path / "pipe", tmp_path / "out"), ["--prompt-file", "/dev/zero"]):
         result = run(folder, *given)
         assert result.exit_code == 2
-        assert re.search("is a (pipe|device); name a regular file", said(result))
+        assert re.search("is a (pipe|device); use a regular file", said(result))
 
 
 class TestTwoProcesses:
@@ -275,7 +275,7 @@ class TestTwoProcesses:
 
     def parts(self, out: Path) -> list[str]:
         """The keys in the parts."""
-        lines = [line for path in out.parent.glob("*.part") for line in whole_lines(path)]
+        lines = [line for path in out.parent.glob("*.part") for line in complete_lines(path)]
         return [line["key"] for line in lines if "key" in line]
 
     def test_one_of_them_is_killed(self, folder: Path, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ class TestTwoProcesses:
         assert not list(tmp_path.glob("*.part"))
 
 
-def whole_lines(path: Path) -> list[dict[str, Any]]:
+def complete_lines(path: Path) -> list[dict[str, Any]]:
     content = path.read_bytes()
     return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
 

@@ -11,7 +11,7 @@ import hf_spec
 from hf_spec.cli.demo.replay import Lane
 from hf_spec.cli.ui.comparison import Comparer, Comparison
 from hf_spec.evaluation.bench.entries import parse_entries
-from hf_spec.evaluation.trace.drawing import draw_round
+from hf_spec.evaluation.trace.rounds import draw_round
 from tests import tiny_models
 from tests.cli.ui.conftest import LOOKUP, NEW_TOKENS, PROMPT
 from tests.serving.conftest import plain, speller
@@ -111,7 +111,10 @@ def test_the_model_is_left_as_found(comparer: Comparer, compared: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("  \n", "the prompt is empty"), ("ba" * 250, r"the prompt has 25\d tokens; .* the 256")],
+    [
+        ("  \n", "the prompt is empty"),
+        ("ba" * 250, r"the prompt has 25\d tokens; .* context of 256"),
+    ],
 )
 def test_prompts_that_cannot_be_answered(comparer: Comparer, text: str, message: str) -> None:
     with pytest.raises(hf_spec.OptionError, match=message):

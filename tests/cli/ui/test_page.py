@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from hf_spec.cli.options import UiSettings
 from hf_spec.cli.ui.comparison import Comparer
-from hf_spec.cli.ui.settings import UiSettings
 from hf_spec.common.errors import OptionError
 from tests.cli.ui.conftest import LOOKUP, PROMPT
 
@@ -63,5 +63,5 @@ def test_a_port_that_is_taken(page: Any) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(OptionError, match=f"--port {port} cannot be listened at"):
+        with pytest.raises(OptionError, match=f"cannot listen on --host .* --port {port}"):
             serve_page(page, UiSettings(port=port))

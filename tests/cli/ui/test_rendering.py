@@ -49,7 +49,7 @@ def test_the_page_is_well_formed(comparison: Comparison) -> None:
         rendering.figures(comparison),
         rendering.round_picture(comparison, 0),
         rendering.waiting("tree:max_nodes=<4>"),
-        rendering.refused("a < b & c"),
+        rendering.error("a < b & c"),
         rendering.WELCOME,
     ):
         ElementTree.fromstring(f"<div>{part}</div>")

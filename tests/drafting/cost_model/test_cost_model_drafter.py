@@ -19,7 +19,7 @@ from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
 from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter, resolve
 from hf_spec.drafting.cost_model.loss_budget import FIRST, SHARE
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.registry import make_drafter, parse_strategy
 from tests.falcon_reference import random_head
 from tests.tiny_models import build, disco_adapter, draft_model, prompts

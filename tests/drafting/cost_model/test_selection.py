@@ -25,7 +25,7 @@ def tree(*nodes: tuple[int, float]) -> MergedTree:
     """A tree from (parent, value) of each node."""
     merged = MergedTree(5)
     for token, (parent, value) in enumerate(nodes, start=10):
-        merged.hang(parent, token)
+        merged.add_node(parent, token)
         merged.values.append(value)
     return merged
 
@@ -35,7 +35,7 @@ class Level:
 
     def __init__(self, name: str, *levels: float, alone: bool = False, nodes: int = 0):
         self.name, self.levels, self.depth = name, levels, len(levels)
-        self.drafter = SimpleNamespace(alone=alone)
+        self.drafter = SimpleNamespace(exclusive_tree=alone)
         self.nodes, self.nodes_per_level = nodes, NODES_PER_LEVEL
 
     def level(self, row: int, depth: int) -> float:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from transformers import MaxLengthCriteria
+from transformers import GenerationConfig, MaxLengthCriteria
 from transformers.generation import EosTokenCriteria
 
 from hf_spec.engine.decode.continuous_batching import (
     ContinuousBatch,
+    OpenBatch,
     Prepared,
     Request,
-    as_they_finish,
+    iterate_finished,
 )
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
+from hf_spec.generation.open_generation import OpenGeneration
 from hf_spec.methods.draft_model.config import DraftConfig
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
 from hf_spec.methods.registry import make_drafter, parse_strategy
 from tests import tiny_models
+from tests.open_requests import PROMPTS, alone, drawn, generation, greedy
 
 # Longer texts than the first capacity of the pool would hide growth.
 NEW_TOKENS = 6
@@ -59,7 +64,7 @@ def drain(batch: ContinuousBatch) -> list[int]:
     with batch.active():
         while batch.unfinished:
             batch.step()
-            sizes.append(batch._target.pool.nbytes())
+            sizes.append(batch._target.rows.pool.nbytes())
     return sizes
 
 
@@ -102,9 +107,9 @@ def test_memory_is_that_of_the_slots(strategy: str) -> None:
         batch = batch_of(count, drafter)
         sizes = drain(batch)
         state = batch._state
-        rows = (state.frames.shape, len(state.tokens), len(state.scores))
+        rows = (state.padded_ids.shape, len(state.tokens), len(state.scores))
         runner = getattr(drafter, "_runner", None)
-        kept = 0 if runner is None else runner.pool.nbytes()
+        kept = 0 if runner is None else getattr(runner, "rows", runner).pool.nbytes()
         pairs = getattr(drafter, "_pairs", None)
         per_row = [len(getattr(drafter, "_indexes", ())), len(pairs.rows) if pairs else 0]
         return sizes, rows, (kept, per_row)
@@ -131,7 +136,7 @@ def test_a_slot_forgets_the_sequence_before() -> None:
     def restart(row: int) -> None:
         works(row)
         assert drafter._runner is not None
-        seen.append((drafter._runner.stored[row], drafter.policy.limit(row)))
+        seen.append((drafter._runner.rows.stored[row], drafter.policy.limit(row)))
 
     drafter.restart = restart  # type: ignore[method-assign]
     drain(batch_of(7, drafter))
@@ -140,7 +145,7 @@ def test_a_slot_forgets_the_sequence_before() -> None:
 
 
 def test_every_sequence_has_its_own_rules() -> None:
-    outputs = {output.request_id: output for output in as_they_finish(batch_of(7))}
+    outputs = {output.request_id: output for output in iterate_finished(batch_of(7))}
     for request in requests(7):
         output = outputs[request.request_id]
         assert len(output.generated_tokens) == NEW_TOKENS - request.index % 3
@@ -205,3 +210,131 @@ def test_an_end_of_sequence_is_known_to_drafters() -> None:
         tiny_models.build("llama"), LookupDrafter(LookupConfig()), requests(2), with_end, 2
     )
     assert batch._state.stop.ends_sequence(7)
+
+
+# A batch that requests join and leave: each is answered as if it were alone.
+
+
+def join_one_by_one(
+    served: OpenGeneration, configs: list[GenerationConfig], num_slots: int = 3
+) -> dict[str, list[int]]:
+    """The prompts in turn, a newcomer every second step where a slot is free; what was streamed."""
+    streamed: dict[str, list[int]] = {str(number): [] for number in range(len(configs))}
+    batch = served.make_batch(num_slots, lambda name, tokens: streamed[name].extend(tokens))
+    waiting = [
+        served.prepare(str(number), PROMPTS[number % len(PROMPTS)], config)
+        for number, config in enumerate(configs)
+    ]
+    first = waiting.pop(0)
+    batch.add(first.request, first.prepared)
+    steps = 0
+    with batch.active():
+        while batch.unfinished or waiting:
+            if waiting and batch.num_free and steps % 2:
+                ready = waiting.pop(0)
+                batch.add(ready.request, ready.prepared)
+            outputs = batch.step() if batch.unfinished else []
+            for output in outputs:
+                assert streamed[output.request_id] == output.generated_tokens
+                assert output.spec_stats is not None
+                assert output.spec_stats.new_tokens == len(output.generated_tokens)
+            steps += 1
+            assert steps < 1000
+    return streamed
+
+
+@pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
+def test_each_is_answered_as_if_alone(strategy: str) -> None:
+    found = join_one_by_one(generation(strategy=strategy), [greedy() for _ in range(7)])
+    expected = [alone(PROMPTS[number % len(PROMPTS)], greedy()) for number in range(7)]
+    assert list(found.values()) == expected
+
+
+@pytest.mark.parametrize("strategy", ["lookup", "draft", "falcon", "sdsat"])
+def test_greedy_requests_stay_so_beside_others_that_draw(strategy: str) -> None:
+    torch.manual_seed(3)
+    kinds = [drawn(temperature=3.0) if number % 2 else greedy() for number in range(7)]
+    found = join_one_by_one(generation(strategy=strategy), kinds)
+    for number in range(0, 7, 2):
+        assert found[str(number)] == alone(PROMPTS[number % len(PROMPTS)], greedy())
+    unlike = [found[str(n)] != alone(PROMPTS[n % len(PROMPTS)], greedy()) for n in range(1, 7, 2)]
+    assert any(unlike), "nobody drew"
+
+
+def test_each_has_its_own_processors_and_end() -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2, "new_tokens": 5},
+        {"bad_words_ids": [[7]]},
+    ]
+    configs = [greedy(**one) for one in settings]
+    # A word that one says ends it, and nobody else.
+    text = alone(PROMPTS[0], greedy())
+    configs[0].eos_token_id = text[4]
+    expected = [alone(PROMPTS[number], greedy(**one)) for number, one in enumerate(settings)]
+    expected[0] = text[: text.index(text[4]) + 1]
+    assert list(join_one_by_one(generation(), configs).values()) == expected
+
+
+def run(batch: OpenBatch, steps: int) -> None:
+    with batch.active():
+        for _ in range(steps):
+            batch.step()
+
+
+def test_a_cancelled_request_leaves_its_slot_and_disturbs_nobody() -> None:
+    own = generation()
+    streamed: dict[str, list[int]] = {"stays": [], "goes": [], "comes": []}
+    batch = own.make_batch(2, lambda name, tokens: streamed[name].extend(tokens))
+    for number, name in enumerate(("stays", "goes")):
+        ready = own.prepare(name, PROMPTS[number], greedy(60))
+        batch.add(ready.request, ready.prepared)
+    run(batch, 3)
+    output = batch.cancel("goes")
+    assert output is not None
+    assert output.generated_tokens == streamed["goes"]
+    assert 0 < len(streamed["goes"]) < 60
+    assert batch.cancel("goes") is None
+    assert (batch.running, batch.num_free) == (["stays"], 1)
+    ready = own.prepare("comes", PROMPTS[4], greedy())
+    batch.add(ready.request, ready.prepared)
+    with batch.active():
+        while batch.unfinished:
+            batch.step()
+    assert streamed["stays"] == alone(PROMPTS[0], greedy(60))
+    assert streamed["comes"] == alone(PROMPTS[4], greedy())
+    assert streamed["goes"] == alone(PROMPTS[1], greedy(60))[: len(streamed["goes"])]
+
+
+def test_memory_of_an_open_batch_is_that_of_the_slots() -> None:
+    def measure(count: int) -> tuple[int, Any, int]:
+        own = generation()
+        batch = own.make_batch(2, lambda name, tokens: None)
+        for number in range(count):
+            ready = own.prepare(str(number), PROMPTS[number % 2], greedy(6))
+            batch.add(ready.request, ready.prepared)
+            with batch.active():
+                while batch.unfinished:
+                    batch.step()
+        state = batch._state
+        return batch._target.rows.pool.nbytes(), state.padded_ids.shape, len(state.stats.rows)
+
+    assert measure(12) == measure(2)
+
+
+@pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
+def test_memory_goes_with_the_batch_and_waits_for_no_collector(strategy: str) -> None:
+    batch = generation(strategy=strategy).make_batch(2, lambda name, tokens: None)
+    ready = generation(strategy=strategy).prepare("one", PROMPTS[0], greedy())
+    batch.add(ready.request, ready.prepared)
+    with batch.active():
+        while batch.unfinished:
+            batch.step()
+    left = weakref.ref(batch), weakref.ref(batch._target)
+    gc.disable()
+    try:
+        del batch
+        assert [one() for one in left] == [None, None]
+    finally:
+        gc.enable()

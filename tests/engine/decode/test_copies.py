@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.engine.decode.copies import own_copy
+from hf_spec.engine.decode.copies import independent_copy
 from tests import tiny_models
 
 
@@ -23,7 +23,7 @@ class Held:
 @pytest.mark.parametrize("member", [[1, 2], {"seen": {3}}, torch.zeros(2)], ids=type)
 def test_what_is_remembered_is_copied(member: Any) -> None:
     thing = Held(member)
-    assert own_copy(thing, "rows").member is not member
+    assert independent_copy(thing, "rows").member is not member
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_is_remembered_is_copied(member: Any) -> None:
 )
 def test_what_reaches_out_or_is_large_is_shared(make: Any) -> None:
     thing = Held(make())
-    mine = own_copy(thing, "rows")
+    mine = independent_copy(thing, "rows")
     assert mine is not thing
     assert mine.member is thing.member
 
@@ -49,4 +49,4 @@ def test_what_reaches_out_or_is_large_is_shared(make: Any) -> None:
 def test_what_cannot_be_copied_is_named() -> None:
     thing = Held(number for number in range(3))
     with pytest.raises(UnsupportedError, match=r"Held cannot be copied.*cannot follow five rows"):
-        own_copy(thing, "five rows")
+        independent_copy(thing, "five rows")

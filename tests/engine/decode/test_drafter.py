@@ -128,11 +128,11 @@ def test_a_generation_starts_once_however_often_it_is_active() -> None:
 
 def test_what_a_drafter_says_of_its_use_beside_others() -> None:
     lookup = LookupDrafter(LookupConfig())
-    assert not lookup.alone
+    assert not lookup.exclusive_tree
     assert lookup.timing_key != LookupDrafter(LookupConfig()).timing_key
     own = LookupDrafter(LookupConfig())
     own.virtual_tokens = object()  # type: ignore[assignment]
-    assert own.alone
+    assert own.exclusive_tree
     model = tiny_models.draft_model("llama")
     first, second = (DraftModelDrafter(DraftConfig(max_draft_tokens=n), model) for n in (3, 4))
     assert [first.max_depth, second.max_depth] == [3, 4]

@@ -349,7 +349,7 @@ class TestRefusals:
     def test_guidance(self) -> None:
         self.refuse(UnsupportedError, "guidance_scale=1.5 runs a second", guidance_scale=1.5)
 
-    @pytest.mark.parametrize("kind", processors.REFUSED)
+    @pytest.mark.parametrize("kind", processors.UNSUPPORTED)
     def test_classes_that_couple_rows_or_run_the_model(self, kind: type) -> None:
         processor = kind.__new__(kind)
         with pytest.raises(UnsupportedError, match=f"{kind.__name__} cannot be used"):
@@ -362,7 +362,7 @@ class TestRefusals:
         penalty = hf.RepetitionPenaltyLogitsProcessor(1.2)
         penalty.prompt_ignore_length = torch.zeros(3, dtype=torch.long)
         self.refuse(
-            UnsupportedError, "holds 3 rows for a batch of 5", "ragged", logits_processor=[penalty]
+            UnsupportedError, "stores 3 rows for a batch of 5", "ragged", logits_processor=[penalty]
         )
 
     def test_a_processor_that_cannot_be_copied_and_has_to_be(self) -> None:
@@ -401,8 +401,8 @@ def test_every_class_of_transformers_has_been_decided_on() -> None:
     decided = {
         *processors.PREFIX_FREE,
         *processors.READS_PREFIX,
-        *processors.HELD_PER_ROW,
-        *processors.REFUSED,
+        *processors.STORED_PER_ROW,
+        *processors.UNSUPPORTED,
         *AS_PLAIN_GENERATE_CALLS_THEM,
         hf.PrefixConstrainedLogitsProcessor,
         hf.WhisperNoSpeechDetection,
@@ -415,8 +415,8 @@ def test_every_class_of_transformers_has_been_decided_on() -> None:
     new = sorted(kind.__name__ for kind in known - decided)
     assert not new, (
         f"transformers has new logits processors: {new}. Add each to PREFIX_FREE, READS_PREFIX, "
-        "HELD_PER_ROW or REFUSED in hf_spec/engine/decode/logits_processors.py, or to the list "
-        "above"
+        "STORED_PER_ROW or UNSUPPORTED in hf_spec/engine/decode/logits_processors.py, or to the "
+        "list above"
     )
 
 
@@ -468,11 +468,11 @@ class TestRowProcessors:
         lists = RowProcessors(2, raised)
         every = NodeProcessors([lists], 2)
         assert not every.reads_prefix
-        assert every.idle
+        assert every.is_identity
         lists.begin(0, [hf.TemperatureLogitsWarper(2.0)])
         lists.begin(1, [hf.MinLengthLogitsProcessor(3, [4])])
         assert every.reads_prefix, "what was made before knows of it"
-        assert not every.idle
+        assert not every.is_identity
         scores = torch.ones(3, 6)
         prefixes = [torch.tensor(prefix) for prefix in ([1, 2], [1], [1, 2, 3])]
         found = every([0, 1, 1], prefixes, scores.clone())
@@ -482,7 +482,7 @@ class TestRowProcessors:
         lists.begin(1, [])
         assert every([1], [prefixes[1]], scores[:1].clone()).tolist() == [[1] * 6]
         lists.begin(0, [])
-        assert every.idle
+        assert every.is_identity
 
     def test_classes_that_remember_begin_again(self) -> None:
         class Counting(hf.LogitsProcessor):

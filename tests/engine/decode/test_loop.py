@@ -18,7 +18,7 @@ from hf_spec.engine.decode.loop import speculative_decode
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
 from tests import tiny_models
@@ -98,11 +98,11 @@ class StepChecks(DraftModelDrafter):
         assert self._runner is not None
         for row in self.state.unfinished:
             length = len(self.state.tokens[row])
-            assert self.target.stored[row] == length - 1
+            assert self.target.rows.stored[row] == length - 1
             # The draft model has not seen the last level of what it drafted.
-            assert length - 3 <= self._runner.stored[row] < length
+            assert length - 3 <= self._runner.rows.stored[row] < length
         self.moved += any(path != list(range(1, len(path) + 1)) for path in verdict.paths)
-        self.sizes.append(self.target.pool.nbytes())
+        self.sizes.append(self.target.rows.pool.nbytes())
 
 
 def test_what_is_stored_is_what_is_committed_after_every_step() -> None:
@@ -116,4 +116,4 @@ def test_what_is_stored_is_what_is_committed_after_every_step() -> None:
     plain = tiny_models.build("llama")(torch.tensor([state.tokens[0][:-1]]), use_cache=True)
     keys = output_cache(plain).layers[2].keys[0]
     length = keys.shape[1]
-    torch.testing.assert_close(target.pool.keys[2][0, :, :length], keys, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(target.rows.pool.keys[2][0, :, :length], keys, atol=2e-4, rtol=1e-4)

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_spec import BatchStreamer
 from tests import tiny_models
-from tests.engine.decode.test_open_batch import (
+from tests.open_requests import (
     NEW_TOKENS,
     PROMPTS,
     alone,

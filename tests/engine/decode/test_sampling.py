@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_spec.engine.decode.sampling import distribution, draw, first_to_ring
+from hf_spec.engine.decode.sampling import distribution, draw, exponential_race
 from hf_spec.evaluation.lossless.distribution import chi_square
 
 DRAWS = 20_000
@@ -23,7 +23,7 @@ def pairs(drawn: torch.Tensor) -> torch.Tensor:
 
 def test_clocks_ring_in_the_order_of_draws_without_replacement() -> None:
     torch.manual_seed(0)
-    counts = pairs(first_to_ring(PROBS.expand(DRAWS, -1), 2))
+    counts = pairs(exponential_race(PROBS.expand(DRAWS, -1), 2))
     expected = PROBS[:, None] * PROBS / (1 - PROBS)[:, None]
     expected.fill_diagonal_(0)
     assert counts[expected.flatten() == 0].sum() == 0

@@ -175,7 +175,7 @@ def test_a_streamer_of_one_sequence_is_refused_for_several() -> None:
 
 
 def test_plain_generate_cannot_feed_a_batch_streamer() -> None:
-    with pytest.raises(UnsupportedError, match="BatchStreamer follows speculative decoding"):
+    with pytest.raises(UnsupportedError, match="BatchStreamer needs a spec_strategy"):
         batch_call("llama", BatchStreamer(lambda row, tokens: None))
 
 

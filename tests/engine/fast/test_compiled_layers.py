@@ -19,9 +19,9 @@ import hf_spec
 from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
 from hf_spec.engine.fast import layer_tracing as layer_programs
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
-from hf_spec.engine.fast.layer_call import BoundProgram
+from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.registry import parse_strategy
 from hf_spec.methods.sdsat.adaptive_tokens import from_adapter
 from tests import tiny_models
@@ -37,13 +37,13 @@ pytestmark = needs_compiler
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The attention of the layers that ran as programs."""
     found: list[Any] = []
-    run = BoundProgram.__call__
+    run = BoundLayer.__call__
 
-    def note(self: BoundProgram, *rest: Any) -> Any:
+    def note(self: BoundLayer, *rest: Any) -> Any:
         found.append(self._attention)
         return run(self, *rest)
 
-    monkeypatch.setattr(BoundProgram, "__call__", note)
+    monkeypatch.setattr(BoundLayer, "__call__", note)
     return found
 
 
@@ -120,8 +120,8 @@ def test_autocast_that_begins_inside_the_model_is_left_alone(runs: list[Any]) ->
 def test_a_program_that_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch, runs: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(graph: fx.Graph) -> LayerSource:
-        source = layer_source(graph)
+    def broken(graph: fx.Graph, num_constants: int) -> LayerSource:
+        source = layer_source(graph, num_constants)
         return replace(source, text=source.text.replace("square(", "cube("))
 
     monkeypatch.setattr(layer_programs, "layer_source", broken)
@@ -129,7 +129,7 @@ def test_a_program_that_computes_something_else_is_not_used(
     with caplog.at_level(logging.WARNING):
         report = hf_spec.compile(target)
     assert report.layers == 0
-    assert set(report.refused.values()) == {"its program computes something else"}
+    assert set(report.refused.values()) == {"its compiled layer computes something else"}
     assert sum("something else" in line for line in caplog.messages) == 1
     tried = len(runs)
     found = generate(target, "llama", spec_strategy="lookup")
@@ -301,7 +301,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(BoundProgram, "__call__", fail)
+        broken.setattr(BoundLayer, "__call__", fail)
         with pytest.raises(KeyboardInterrupt):
             generate(target, "llama", spec_strategy="lookup")
     assert not forwards(target)
@@ -314,7 +314,7 @@ def test_nothing_is_compiled_unasked(runs: list[Any]) -> None:
     for _ in range(3):
         generate(target, "llama", spec_strategy="lookup", assistant=None)
     assert not runs
-    assert not CompiledLayers.of(target).programs
+    assert not CompiledLayers.of(target).functions
 
 
 def test_the_option_holds_for_one_call(runs: list[Any]) -> None:

@@ -28,8 +28,8 @@ from hf_spec.engine.fast.cuda_graphs import StepGraphs, obstacle
 from hf_spec.engine.forward import kv_pool as kv_cache
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.step import PackedStep
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.truncated import truncated_draft
 from hf_spec.methods.feature_pairs.draft_head import DraftHead
 from tests import hybrid_models, tiny_models
@@ -214,7 +214,7 @@ def test_room_is_made_at_the_start(rows: int, capacity: int, recorded: list[int]
     runner = ModelRunner(tiny_models.build("llama"), rows)
     runner.expected_length = 1024 - step_graphs.DRAFT_ROOM
     with runner.active():
-        assert runner.pool.capacity == capacity, "but not for more tokens than is reasonable"
+        assert runner.rows.pool.capacity == capacity, "but not for more tokens than is reasonable"
 
 
 @pytest.mark.parametrize(("most", "captures"), [(2**13, 1), (2**9, 5)])
@@ -246,7 +246,7 @@ def test_few_tokens_and_all_of_them_are_shapes_of_their_own(recorded: list[int])
     with runner.active():
         assert runner._graphs is not None
         for step in range(8):
-            with head.alone() if step < 4 else nullcontext():
+            with head.restrict_logits() if step < 4 else nullcontext():
                 widths.append(forward(runner, sequence, 3).shape[1])
             sequence.append(8)
         assert runner._graphs.captures == 2
@@ -440,7 +440,7 @@ class TestOutOfMemory:
         compute, calls = ModelRunner._compute, []
 
         def failing(self: ModelRunner, *args: Any) -> list[Tensor]:
-            calls.append(self.pool.capacity)
+            calls.append(self.rows.pool.capacity)
             if len(calls) == 2:
                 raise torch.OutOfMemoryError("no room")
             return compute(self, *args)
@@ -474,7 +474,7 @@ class TestOutOfMemory:
                 for _ in range(6):
                     logits = forward(runner, sequence, 3)
                     sequence.append(8)
-                assert runner.pool.capacity < 100
+                assert runner.rows.pool.capacity < 100
                 assert runner._graphs.refusal == step_graphs.OUT_OF_MEMORY
         plain = model(torch.tensor([sequence[:-1]])).logits[0, -1]
         torch.testing.assert_close(logits[0], plain, atol=2e-4, rtol=1e-4)
@@ -523,7 +523,7 @@ class TestOutOfMemory:
     def run_once(compute: Any, model: Any = None) -> list[Tensor]:
         model = model or tiny_models.build("llama")
         graphs = StepGraphs(model, KVPool(1), torch.device("cpu"))
-        return graphs.run(compute, [torch.tensor([5])], PackedStep(KVPool(1), (), ()))
+        return graphs.run(compute, [torch.tensor([5])], PackedStep(KVPool(1), ()))
 
 
 class TestObstacles:

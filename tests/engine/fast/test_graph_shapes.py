@@ -10,7 +10,7 @@ from hf_spec.engine.forward.kernel_layout import tensors_of
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.packing import pack
 from hf_spec.engine.forward.row_batch import RowWork
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.step import PackedStep
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def step_of(nodes: int) -> PackedStep:
     every = list(range(nodes))
     tree = DraftTree.from_rows([(every, [-1, *([0] * (nodes - 1))])])
     packed = pack([RowWork(0, 9, [], every, every, nodes)], tree)
-    return PackedStep(KVPool(1), packed.writes, packed.segments)
+    return PackedStep(KVPool(1), packed.segments)
 
 
 def inputs_of(nodes: int, kept: int = 2, dtype: torch.dtype = torch.long) -> Inputs:

@@ -18,9 +18,9 @@ import hf_spec
 from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, copies_of, set_cpu_packing
 from hf_spec.backend.cpu.packed_products import rounded_rows
 from hf_spec.engine.fast import layer_call as bound_program
-from hf_spec.engine.fast.layer_call import BoundProgram
+from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
@@ -31,14 +31,14 @@ pytestmark = needs_compiler
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every call, whether the program ran."""
     found: list[bool] = []
-    call = BoundProgram.__call__
+    call = BoundLayer.__call__
 
-    def note(self: BoundProgram, *given: Any) -> Any:
+    def note(self: BoundLayer, *given: Any) -> Any:
         result = call(self, *given)
         found.append(result is not None)
         return result
 
-    monkeypatch.setattr(BoundProgram, "__call__", note)
+    monkeypatch.setattr(BoundLayer, "__call__", note)
     return found
 
 
@@ -90,7 +90,7 @@ def test_other_kernels_are_left_to_the_layers(target: Any, ran: list[bool]) -> N
 def test_products_without_a_kernel_are_left_to_the_layers(
     target: Any, ran: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bound_program, "served_weight", lambda product, rows: None)
+    monkeypatch.setattr(bound_program, "kernel_weight", lambda product, rows: None)
     before = logits(target)
     ran.clear()
     torch.testing.assert_close(logits(target), before)

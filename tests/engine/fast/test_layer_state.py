@@ -306,5 +306,5 @@ def test_state_that_changes_often_ends_in_uncompiled_layers(
         found = target.generate(**prompt, spec_strategy=hf_spec.LookupConfig(compile=True))
         assert torch.equal(found, target.generate(**prompt))
     layers = compiled_layers.CompiledLayers.of(target)
-    assert len(layers.programs) == 2
+    assert len(layers.functions) == 2
     assert all("changes often" in reason for reason in layers.refused.values())

@@ -21,11 +21,11 @@ def call(tokens: int, *rest: Any) -> LayerCall:
 
 
 def test_calls_of_a_program_differ_in_length_alone() -> None:
-    assert call(2).looks != call(3).looks
-    assert call(2).kind() == call(3).kind() == call(8).kind()
-    assert call(1).kind() == call(2).kind()
-    assert call(2, True).kind() != call(2, False).kind()
-    assert call(2, object()).kind() is None
+    assert call(2).shape_key != call(3).shape_key
+    assert call(2).program_key == call(3).program_key == call(8).program_key
+    assert call(1).program_key == call(2).program_key
+    assert call(2, True).program_key != call(2, False).program_key
+    assert call(2, object()).program_key is None
 
 
 @needs_compiler
@@ -39,5 +39,5 @@ def test_a_layer_is_one_function() -> None:
 
 
 def test_what_is_no_tensor_is_refused() -> None:
-    with pytest.raises(SourceError, match="objects of its own"):
+    with pytest.raises(SourceError, match="neither a tensor nor a plain value"):
         compile_layer(nn.Identity(), {}, call(2, object()))

@@ -26,7 +26,7 @@ from hf_spec.engine.fast import packed_linear as cpu_linear
 from hf_spec.engine.fast.packed_linear import (
     PackedLinears,
     install_packed_linears,
-    served_weight,
+    kernel_weight,
     use_packed_linears,
 )
 from tests import tiny_models
@@ -47,7 +47,7 @@ def patched(model: nn.Module) -> list[str]:
 def clean_store() -> Iterator[None]:
     with nothing_packed():
         yield
-    assert not cpu_linear._forwards._given
+    assert not cpu_linear._forwards._installed
 
 
 @pytest.fixture
@@ -424,17 +424,17 @@ def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
 @needs_compiler
 def test_what_a_kernel_reads_for_a_product() -> None:
     large, small = nn.Linear(WIDTH, 320), nn.Linear(8, 8)
-    assert served_weight(small, 5) is small.weight
-    assert served_weight(small.weight, 5) is small.weight
-    assert served_weight(large, 5) is None
+    assert kernel_weight(small, 5) is small.weight
+    assert kernel_weight(small.weight, 5) is small.weight
+    assert kernel_weight(large, 5) is None
     with install_packed_linears(nn.ModuleList([large, small])):
         forward = large.__dict__["forward"]
         forward._copies.rows = Rows(3, 64)
-        packed = served_weight(large, 5)
+        packed = kernel_weight(large, 5)
         assert isinstance(packed, PackedWeight) == (form_of(torch.float32) is packed_products.OWN)
         # What a product of its own would leave to F.linear, several of a program do not.
-        assert served_weight(large, 1) is packed
-        assert served_weight(large, 65) is None
+        assert kernel_weight(large, 1) is packed
+        assert kernel_weight(large, 65) is None
 
 
 def test_a_transformers_model_keeps_its_logits(packed_calls: list[nn.Linear]) -> None:

@@ -1,10 +1,9 @@
-"""What the kernels read of a packed step is what its segments say."""
+"""Layouts of packed steps agree with their segments."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hf_spec_kernels import RaggedLayout
 from torch import Tensor
@@ -16,14 +15,13 @@ from hf_spec.engine.forward.kernel_layout import (
     padded,
     ragged_layout,
     round_up,
+    segment_slot_mapping,
+    slot_mapping,
     tensors_of,
-    write_places,
 )
-from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.packing import RowWork, pack
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.packing import pack
+from hf_spec.engine.forward.row_batch import RowWork
 
-CPU = torch.device("cpu")
 TREE = [
     ([8, 20, 21, 22, 23, 24], [-1, 0, 0, 1, 2, 4]),
     ([], []),
@@ -101,20 +99,12 @@ def test_places() -> None:
     tree = DraftTree.from_rows(TREE)
     level = [RowWork(2, 4, [], [6, 8], [0, 2], 3)]
     inputs = pack([*work()[:1], *level], tree)
-    assert isinstance(inputs.writes[1][3], Tensor)
-    places = write_places(inputs.writes, len(inputs.tokens) + 1)
-    assert places.dtype == torch.int32
-    assert places.tolist() == [[0] * 9 + [2, 2, -1], [*range(11, 20), 4, 6, -1]]
-
-
-def test_a_step_makes_its_layout_once() -> None:
-    inputs = pack(work(), DraftTree.from_rows(TREE))
-    step = PackedStep(KVPool(3), inputs.writes, inputs.segments)
-    layout, places = step.layout(CPU)
-    assert places.tolist() == write_places(inputs.writes, 11).tolist()
-    again = step.layout(CPU)
-    assert again[0] is layout
-    assert again[1] is places
+    query = RowWork(1, 5, []).query_segment(start=11, count=1)
+    mapping = segment_slot_mapping([*inputs.segments, query])
+    assert mapping.dtype == torch.int32
+    assert mapping.tolist() == [[0] * 9 + [2, 2, -1], [*range(11, 20), 4, 6, -1]]
+    runs = [(0, range(11, 20)), (2, [4, 6]), (-1, [-1])]
+    assert torch.equal(slot_mapping(runs), mapping)
 
 
 def test_padding_sees_what_the_last_segment_starts_with() -> None:
@@ -149,7 +139,7 @@ def test_steps_of_one_size_share_a_shape() -> None:
 
 
 def test_a_shape_holds_what_can_be_padded_to_it() -> None:
-    """Padding goes to the last segment, which must not get more queries than the kernel is told."""
+    """Padding goes to the last segment, which must not get more queries than the kernel expects."""
     layout = ragged_layout(pack(work(), DraftTree.from_rows(TREE)).segments)
     sizes = Sizes.of(layout)
     assert sizes.hold(layout)
@@ -164,21 +154,3 @@ def test_sizes() -> None:
     assert [round_up(n) for n in (0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 200)] == [
         *(0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 256)
     ]
-
-
-@pytest.mark.gpu
-def test_it_goes_to_the_device_asked_for() -> None:
-    device = torch.device("cuda", 0)
-    inputs = pack(work(), DraftTree.from_rows(TREE))
-    step = PackedStep(KVPool(3), inputs.writes, inputs.segments)
-    (tokens,) = step.send(device, torch.tensor(inputs.tokens))
-    assert (tokens.device, tokens.tolist()) == (device, inputs.tokens)
-    layout, places = step.layout(device)
-    for sent, kept in zip([places, *tensors_of(layout)], _told(step), strict=True):
-        assert (sent.device, sent.dtype) == (device, kept.dtype)
-        assert sent.tolist() == kept.tolist()
-
-
-def _told(step: PackedStep) -> list[Tensor]:
-    layout, places = step.on_host
-    return [places, *tensors_of(layout)]

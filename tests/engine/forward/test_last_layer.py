@@ -1,4 +1,4 @@
-"""What the last layer gives: the input of the final norm."""
+"""Output of the last layer: the input of the final norm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hf_spec import UnsupportedError
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from tests.tiny_models import build, repetitive_prompt
 
 

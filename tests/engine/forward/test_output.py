@@ -1,4 +1,4 @@
-"""What a forward gives: where kept tokens are among those that ran, and prompts in stretches."""
+"""Forward outputs: indices of committed tokens, and prompts that ran in chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def output(states: list[int], nodes: list[int], pending: dict[int, list[int]]) -
 def test_kept_are_pending_tokens_root_and_what_was_accepted() -> None:
     ran = output(list(range(7)), [2, 3, 4, 5, 6], {0: [0, 1]})
     verdict = Verdict(TREE, accepted=[[2], [], []], bonus=[1, None, 2])
-    assert ran.kept_places(verdict) == {0: [0, 1, 2, 4], 2: [5]}
+    assert ran.committed_indices(verdict) == {0: [0, 1, 2, 4], 2: [5]}
 
 
 def test_a_stretch_before_moves_the_places_behind_it() -> None:

@@ -1,4 +1,4 @@
-"""Where tokens stand: each row on its own, or all rows at one start with gaps."""
+"""Cache indices of tokens: each row on its own, or all rows aligned with gaps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import torch
 from transformers import DynamicCache
 
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.row_batch import BATCHING, RowWork
+from hf_spec.engine.forward.padded_batching import BATCHING, make_storage
+from hf_spec.engine.forward.row_batch import RowWork
 from hf_spec.engine.forward.row_storage import RowStorage
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7]]
 
 
 def storage(batching: str = "padded") -> RowStorage:
-    rows = RowStorage(2, BATCHING[batching])
+    rows = make_storage(2, batching)
     # One layer, one head, one dimension: each token is stored as its own id.
     like = torch.zeros(2, 1, 1, 1)
     rows.pool.layer(0, like, like)
@@ -22,7 +23,7 @@ def storage(batching: str = "padded") -> RowStorage:
 
 
 def chains(texts: list[list[int]], lengths: list[int]) -> DraftTree:
-    """A chain of so many drafts after the last token of each text, numbered 100 and up."""
+    """Draft a chain of `lengths` tokens after the last token of each text, numbered 100 and up."""
     rows = []
     for text, length in zip(texts, lengths, strict=True):
         tokens = [text[-1], *range(100, 100 + length)]
@@ -33,15 +34,15 @@ def chains(texts: list[list[int]], lengths: list[int]) -> DraftTree:
 def step(
     rows: RowStorage, texts: list[list[int]], drafted: list[int], accepted: list[int]
 ) -> list[RowWork]:
-    """One round: everything runs, so many drafts are kept and a bonus token follows."""
+    """One round: everything runs, `accepted` drafts are kept and a bonus token follows."""
     tree = chains(texts, drafted)
     nodes = range(tree.num_nodes)
     rows.begin_round(tree, texts, nodes)
     work = rows.plan(tree, texts, nodes)
     for w in work:
-        for place, token in zip(w.places, w.tokens(tree), strict=True):
+        for place, token in zip(w.cache_indices, w.tokens(tree), strict=True):
             rows.pool.keys[0][w.row, 0, place] = token
-    rows.note(work)
+    rows.mark_ran(work)
     rows.keep([list(range(1, count + 1)) for count in accepted])
     for text, count in zip(texts, accepted, strict=True):
         text += [*range(100, 100 + count), 50]
@@ -56,32 +57,11 @@ def test_every_row_goes_on_behind_its_own_tokens() -> None:
     rows, texts = storage("unpadded"), [list(prompt) for prompt in PROMPTS]
     step(rows, texts, [5, 2], [3, 0])
     work = step(rows, texts, [2, 5], [1, 5])
-    assert [w.root_place for w in work] == [8, 2]
-    assert [w.held for w in work] == [None, None]
+    assert [w.root_index for w in work] == [8, 2]
+    assert {type(w) for w in work} == {RowWork}
     assert rows.stored == [10, 8]
     assert stored(rows, 0, 10) == texts[0][:-1]
     assert stored(rows, 1, 8) == texts[1][:-1]
-
-
-def test_padded_rows_go_on_at_one_place_as_in_the_paper() -> None:
-    """The case of Table 1: 4 and 1 tokens gained, then 2 and 6."""
-    rows, texts = storage(), [list(prompt) for prompt in PROMPTS]
-    first = step(rows, texts, [5, 2], [3, 0])
-    # Prompts end at the same place; that of row 1 has three gaps before it.
-    assert [w.root_place for w in first] == [4, 4]
-    assert first[0].held is None
-    assert first[1].key_positions().tolist() == [-1, -1, -1, 0]
-    second = step(rows, texts, [2, 5], [1, 5])
-    assert [w.root_place for w in second] == [8, 8]
-    assert second[0].held is None
-    assert second[1].key_positions().tolist() == [-1, -1, -1, 0, 1, -1, -1, -1]
-    third = step(rows, texts, [0, 0], [0, 0])
-    assert [w.root_place for w in third] == [14, 14]
-    assert [int((w.key_positions() < 0).sum()) for w in third] == [4, 3 + 3]
-    for row, w in enumerate(third):
-        places = (w.key_positions() >= 0).nonzero()[:, 0].tolist()
-        values = stored(rows, row, 14)
-        assert [values[place] for place in places] == texts[row][:-2]
 
 
 def test_levels_of_one_round_share_its_start() -> None:
@@ -91,28 +71,11 @@ def test_levels_of_one_round_share_its_start() -> None:
     for nodes in ([0, 2], [1, 3]):
         rows.begin_round(tree, texts, nodes)
         work = rows.plan(tree, texts, nodes)
-        assert [w.root_place for w in work] == [4, 4]
-        rows.note(work)
+        assert [w.root_index for w in work] == [4, 4]
+        rows.mark_ran(work)
     assert [w.num_keys for w in work] == [6, 6]
     rows.keep([[1], []])
     assert rows.stored == [6, 2]
-
-
-def test_idle_rows_have_room_behind_what_they_hold() -> None:
-    for batching, expected in (("unpadded", 2), ("padded", 5)):
-        rows, texts = storage(batching), [list(prompt) for prompt in PROMPTS]
-        step(rows, texts, [0, 0], [0, 0])
-        (idle,) = rows.idle({0})
-        assert (idle.row, idle.root_place, idle.num_tokens) == (1, expected, 0)
-
-
-def test_nodes_of_the_round_are_behind_an_idle_row_too() -> None:
-    rows, texts = storage("unpadded_kv"), [list(prompt) for prompt in PROMPTS]
-    tree = chains(texts, [3, 2])
-    rows.begin_round(tree, texts, range(7))
-    rows.note(rows.plan(tree, texts, range(7)))
-    (idle,) = rows.idle({0})
-    assert idle.root_place == 1 + 3
 
 
 @pytest.mark.parametrize("batching", BATCHING)
@@ -125,7 +88,7 @@ def test_a_row_that_restarts_holds_nothing(batching: str) -> None:
     step(rows, texts, [0, 0], [0, 0])
     work = step(rows, texts, [0, 0], [0, 0])
     places = (work[1].key_positions() >= 0).nonzero()[:, 0].tolist()
-    values = stored(rows, 1, work[1].root_place)
+    values = stored(rows, 1, work[1].root_index)
     assert [values[place] for place in places] == [30, 31, 32]
 
 
@@ -152,7 +115,7 @@ def test_a_loaded_cache_is_gone_on_from(batching: str) -> None:
     texts = [[1, 2, 3, 4, 5], [6, 7, 8]]
     step(rows, texts, [0, 0], [0, 0])
     work = step(rows, texts, [0, 0], [0, 0])
-    assert [w.root_place for w in work] == ([5, 5] if BATCHING[batching].pads_kv else [5, 3])
+    assert [w.root_index for w in work] == ([5, 5] if BATCHING[batching].pads_kv else [5, 3])
     places = (work[1].key_positions() >= 0).nonzero()[:, 0].tolist()
     assert [stored(rows, 1, 5)[place] for place in places] == [6, 7, 8]
 
@@ -171,13 +134,14 @@ def test_the_past_of_a_row_is_what_it_holds(batching: str) -> None:
     rows = storage(batching)
     texts = [list(text) for text in PROMPTS]
     step(rows, texts, drafted=[2, 1], accepted=[1, 0])
+    indices = getattr(rows, "_stored_indices", [[], []])
     for row in (0, 1):
-        past = rows.past(row)
+        past = rows.stored_row(row)
         assert past.stored == rows.stored[row]
         places = past.key_positions()
         held = (places >= 0).nonzero()[:, 0].tolist()
         assert places[held].tolist() == list(range(rows.stored[row]))
-        assert held == (rows._held[row] or held)
+        assert held == (indices[row] or held)
 
 
 def test_offsets_of_positions_end_with_their_sequence() -> None:

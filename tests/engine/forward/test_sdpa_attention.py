@@ -9,13 +9,21 @@ import torch
 from hf_spec_kernels import Scoring
 from torch.nn import functional as F
 
-from hf_spec.engine.forward import sdpa_attention as host_attention
+from hf_spec.engine.forward import sdpa_attention
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.kernel_layout import slot_mapping
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.packing import pack
+from hf_spec.engine.forward.padded_batching import PaddedWork
 from hf_spec.engine.forward.row_batch import RowWork
-from hf_spec.engine.forward.sdpa_attention import MAX_COPIED_KEYS, attend, store, together
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.sdpa_attention import (
+    MAX_COPIED_KEYS,
+    attend,
+    group_segments,
+    store,
+    write_target,
+)
+from hf_spec.engine.forward.step import PackedStep
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 FORK = ([8, 20, 21], [-1, 0, 0])
@@ -35,8 +43,8 @@ def rows(stored: int = 5) -> list[RowWork]:
 
 def test_rows_are_together_where_they_look_at_equal_places() -> None:
     inputs = pack(rows(), TREE)
-    groups = together(inputs.segments)
-    assert [alike.view.num_keys for alike in groups] == [7, 10, 7, 10]
+    groups = group_segments(inputs.segments)
+    assert [group.first.num_keys for group in groups] == [7, 10, 7, 10]
     chains, forks, _, other = groups
     assert chains.slots.tolist() == forks.slots.tolist() == [0, 1, 3]
     assert forks.tokens.tolist() == [2, 3, 4, 7, 8, 9, 17, 18, 19]
@@ -44,23 +52,24 @@ def test_rows_are_together_where_they_look_at_equal_places() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"stored": 6}, {"pending": [3]}, {"offsets": [0, 2, 1]}, {"held": [0, 1, 2, 3, 5]}]
+    "change",
+    [{"stored": 6}, {"pending": [3]}, {"offsets": [0, 2, 1]}, {"stored_indices": [0, 1, 2, 3, 5]}],
 )
 def test_rows_that_differ_are_apart(change: dict[str, Any]) -> None:
     work = rows()[:2]
-    vars(work[1]).update(change)
-    assert len(together(pack(work, TREE).segments)) == 4
+    work[1] = PaddedWork(**vars(work[1]) | change)
+    assert len(group_segments(pack(work, TREE).segments)) == 4
 
 
 def test_padding_of_idle_rows_keeps_its_own_places() -> None:
-    idle = [RowWork(row, 4, [], start=start, fill=2) for row, start in ((2, 6), (3, 9))]
+    idle = [PaddedWork(row, 4, [], first_index=first, fill=2) for row, first in ((2, 6), (3, 9))]
     inputs = pack([*rows()[:2], *idle], TREE)
-    assert [write[3] for write in inputs.writes[2:]] == [slice(6, 8), slice(9, 11)]
+    assert [s.cache_indices for s in inputs.segments[4:]] == [range(6, 8), range(9, 11)]
 
 
 def test_of_long_rows_no_key_is_copied() -> None:
-    groups = together(pack(rows(MAX_COPIED_KEYS), TREE).segments)
-    assert [alike.slots for alike in groups] == [slice(n // 2, n // 2 + 1) for n in range(8)]
+    groups = group_segments(pack(rows(MAX_COPIED_KEYS), TREE).segments)
+    assert [group.slots for group in groups] == [slice(n // 2, n // 2 + 1) for n in range(8)]
 
 
 @pytest.mark.parametrize("name", SCORINGS)
@@ -74,34 +83,36 @@ def test_together_they_attend_as_each_alone(name: str) -> None:
     keys, values = pool.layer(0, new, new)
     keys.normal_()
     values.normal_()
-    step = PackedStep(pool, inputs.writes, inputs.segments)
-    store(step.writes, step.where, new, keys)
-    alone = [group for segment in inputs.segments for group in together([segment])]
-    assert len(alone) > len(step.groups)
+    step = PackedStep(pool, inputs.segments)
+    store(step.target, new, keys)
+    apart = [group for segment in inputs.segments for group in group_segments([segment])]
+    assert len(apart) > len(step.groups)
     scoring = SCORINGS[name]
-    expected = attend(alone, query, keys, values, scoring)
+    expected = attend(apart, query, keys, values, scoring)
     assert torch.equal(attend(step.groups, query, keys, values, scoring), expected)
 
 
 def test_states_are_stored_as_if_written_row_by_row() -> None:
     inputs = pack(rows(), TREE)
-    step = PackedStep(KVPool(4), inputs.writes, inputs.segments)
+    step = PackedStep(KVPool(4), inputs.segments)
     states = torch.randn(1, KV_HEADS, len(inputs.tokens), WIDTH)
-    together_, apart = (torch.zeros(4, KV_HEADS, 16, WIDTH) for _ in range(2))
-    store(step.writes, step.where, states, together_)
-    for one in inputs.writes:
-        store([one], step.where, states, apart)
-    assert torch.equal(together_, apart)
+    joint, apart = (torch.zeros(4, KV_HEADS, 16, WIDTH) for _ in range(2))
+    store(step.target, states, joint)
+    for segment in inputs.segments:
+        target = write_target(slot_mapping([(segment.slot, segment.cache_indices)]))
+        assert isinstance(target[1], slice)
+        store(target, states[:, :, segment.start : segment.end], apart)
+    assert torch.equal(joint, apart)
     assert bool(apart.any())
 
 
 def test_states_of_another_dtype_are_taken() -> None:
     """As under autocast, where a layer's values are in half precision and its queries are not."""
     inputs = pack(rows(), TREE)
-    step = PackedStep(KVPool(4), inputs.writes, inputs.segments)
+    step = PackedStep(KVPool(4), inputs.segments)
     states = torch.randn(1, HEADS, len(inputs.tokens), WIDTH)
     buffer = torch.zeros(4, KV_HEADS, 16, WIDTH, dtype=torch.bfloat16)
-    store(step.writes, step.where, states[:, :KV_HEADS], buffer)
+    store(step.target, states[:, :KV_HEADS], buffer)
     assert bool(buffer.any())
     with torch.autocast("cpu", torch.bfloat16):
         assert attend(step.groups, states, buffer, buffer, Scoring()).dtype == torch.float32
@@ -117,9 +128,19 @@ def test_a_step_of_equal_rows_is_one_call(monkeypatch: pytest.MonkeyPatch) -> No
     class Counting:
         scaled_dot_product_attention = staticmethod(counted)
 
-    monkeypatch.setattr(host_attention, "F", Counting)
+    monkeypatch.setattr(sdpa_attention, "F", Counting)
     inputs = pack(rows()[:2], TREE)
     states = torch.randn(1, KV_HEADS, len(inputs.tokens), WIDTH)
     buffer = torch.randn(4, KV_HEADS, 16, WIDTH)
-    attend(together(inputs.segments), states, buffer, buffer, Scoring())
+    attend(group_segments(inputs.segments), states, buffer, buffer, Scoring())
     assert calls == [2, 2]
+
+
+def test_a_level_of_one_row_is_stored_where_its_nodes_are() -> None:
+    """The root and node 2 run; the entry of node 1 stays as it is."""
+    work = RowWork(1, 5, [], list(TREE.nodes(1))[::2], [0, 2], 3)
+    step = PackedStep(KVPool(4), pack([work], TREE).segments)
+    states, buffer = torch.randn(1, KV_HEADS, 2, WIDTH), torch.zeros(4, KV_HEADS, 16, WIDTH)
+    store(step.target, states, buffer)
+    assert torch.equal(buffer[1, :, [5, 7]], states[0])
+    assert int(buffer.any(dim=-1).sum()) == 2 * KV_HEADS

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +17,10 @@ from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import KVPool
+from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.tree_attention import (
     NAME,
     PackedAttention,
-    PackedStep,
-    storing_layers,
     tree_attention,
 )
 from tests import tiny_models
@@ -83,7 +81,6 @@ def make_case(key_heads: int, seed: int = 0) -> Case:
     pool = KVPool(len(ROWS))
     for buffer in pool.layer(0, key, value):
         buffer.normal_()
-    writes: list[tuple[int, int, int, slice | Tensor]] = []
     segments = []
     for row, committed in enumerate(COMMITTED):
         nodes = tree.nodes(row)
@@ -103,13 +100,10 @@ def make_case(key_heads: int, seed: int = 0) -> Case:
                 tail_position=position,
                 seen=visible[:, committed:],
                 prefix=committed,
+                cache_indices=range(committed, committed + len(nodes)),
             )
         )
-        places = slice(committed, committed + len(nodes))
-        # The last row's places go in as indices, the form used where they are not consecutive.
-        index = torch.arange(places.start, places.stop)
-        writes.append((row, nodes.start, nodes.stop, index if row == 2 else places))
-    return Case(tree, pool, PackedStep(pool, writes, segments), query, key, value)
+    return Case(tree, pool, PackedStep(pool, segments), query, key, value)
 
 
 def attend(case: Case, **options: Any) -> Tensor:
@@ -245,7 +239,7 @@ def test_new_keys_and_values_are_stored_in_their_slots() -> None:
 
 
 def test_without_a_step_it_refuses() -> None:
-    """What it knows of a call is not enough to attend as the model's own attention would."""
+    """The call does not contain enough to attend like the model's own attention."""
     states = torch.zeros(2, HEADS, 5, WIDTH)
     with pytest.raises(UnsupportedError, match="without a draft tree"):
         tree_attention(Layer(KV_HEADS), states, states, states, None)
@@ -256,10 +250,10 @@ def test_the_name_holds_for_one_model_in_one_block() -> None:
     model, other = tiny_models.build("llama"), tiny_models.build("gemma3")
     before = model.config._attn_implementation
     attention = PackedAttention(model)
-    with attention.chosen():
+    with attention.active():
         assert model.config._attn_implementation == NAME
         assert other.config._attn_implementation != NAME
-        with PackedAttention(other).chosen():
+        with PackedAttention(other).active():
             assert model.config._attn_implementation == before
         assert model.config._attn_implementation == NAME
     assert model.config._attn_implementation == before
@@ -268,7 +262,7 @@ def test_the_name_holds_for_one_model_in_one_block() -> None:
 def test_the_name_is_no_part_of_a_config() -> None:
     """A config that is copied, compared or saved in the middle of a forward is the user's own."""
     model = tiny_models.build("llama")
-    with PackedAttention(model).chosen():
+    with PackedAttention(model).active():
         copied = copy.deepcopy(model.config)
         assert copied == model.config
     assert copied._attn_implementation == model.config._attn_implementation
@@ -286,7 +280,7 @@ def test_a_config_with_an_answer_of_its_own_is_chosen_too() -> None:
 
     config = OwnConfig(**tiny_models.build("llama").config.to_diff_dict())
     model = LlamaForCausalLM(config)
-    with PackedAttention(model).chosen():
+    with PackedAttention(model).active():
         assert config._attn_implementation == NAME
     assert config._attn_implementation != NAME
 
@@ -300,10 +294,3 @@ def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
         case.pool.keys[0][row, :, end:] = 1e6
         case.pool.values[0][row, :, end:] = 1e6
     assert torch.equal(out, attend(case))
-
-
-def test_the_layers_that_others_may_share() -> None:
-    kinds = ["sliding_attention", "full_attention"] * 3
-    config = SimpleNamespace(layer_types=kinds, num_hidden_layers=6, num_kv_shared_layers=3)
-    assert storing_layers(config) == {"sliding_attention": 2, "full_attention": 1}
-    assert storing_layers(SimpleNamespace(num_hidden_layers=3)) == {"full_attention": 2}

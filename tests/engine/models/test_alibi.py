@@ -23,7 +23,7 @@ OWN_BUILDERS: dict[str, Callable[..., Tensor]] = {
 
 
 def active_builder(name: str) -> Any:
-    """What the model would call now, looked up as the model does."""
+    """Return the builder that the model would call now."""
     if name == "bloom":
         return tiny_models.build(name).transformer.build_alibi_tensor
     return modeling_falcon.build_alibi_tensor

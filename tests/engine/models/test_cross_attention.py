@@ -1,4 +1,4 @@
-"""What a decoder is given beside its tokens, and which models have one."""
+"""Additional arguments of decoders with cross attention, and which models have it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.cross_attention import (
     CrossAttention,
     attends_to_encoder,
@@ -19,6 +18,7 @@ from hf_spec.engine.models.cross_attention import (
     num_layers,
     takes_positions,
 )
+from hf_spec.engine.runner import ModelRunner
 from tests.refusals import t5
 from tests.targets.whisper_cases import FRAMES, build, decoder_alone, sound
 from tests.tiny_models import build as build_text

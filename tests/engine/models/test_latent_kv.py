@@ -11,8 +11,8 @@ from transformers import DeepseekV3ForCausalLM, DynamicCache
 
 from hf_spec import DraftTree, UnsupportedError
 from hf_spec.common.compat import CACHE_NAME, output_cache
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.latent_kv import caches_latents, expanded
+from hf_spec.engine.runner import ModelRunner
 from tests import any_class, hybrid_models
 from tests.tiny_models import ARCHITECTURES, build, prompts, ragged_batch
 
@@ -27,7 +27,7 @@ def test_which_models_do() -> None:
 
 @pytest.mark.parametrize("name", [*OURS, "kimi_linear", "llama"])
 def test_a_cache_of_the_model_becomes_what_trees_store(name: str) -> None:
-    """What is taken over from a prompt that the model ran by itself."""
+    """The cache of a prompt that the model ran itself."""
     model = build(name) if name in ARCHITECTURES else hybrid_models.build(name)
     text = prompts("llama", "one")["input_ids"][0].tolist()
     runner = ModelRunner(model, 1)
@@ -36,10 +36,10 @@ def test_a_cache_of_the_model_becomes_what_trees_store(name: str) -> None:
         cache = output_cache(model(torch.tensor([text]), use_cache=True))
         found = expanded(model, cache)
     assert (found is cache) == (name == "llama")
-    for index, keys in runner.pool.keys.items():
+    for index, keys in runner.rows.pool.keys.items():
         for ours, theirs in [
             (keys, found.layers[index].keys),
-            (runner.pool.values[index], found.layers[index].values),
+            (runner.rows.pool.values[index], found.layers[index].values),
         ]:
             torch.testing.assert_close(ours[:, :, : len(text)], theirs, atol=1e-4, rtol=1e-4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -14,11 +15,11 @@ import hf_spec
 from hf_spec import SpecGenerateOutput
 from hf_spec.backend.device.capture import padded_steps
 from hf_spec.common.compat import CACHE_NAME
-from hf_spec.engine.forward import runner
-from hf_spec.engine.forward import tree_attention as attention
+from hf_spec.engine import runner
 from hf_spec.engine.forward.packing import PackedInputs
-from hf_spec.engine.forward.row_batch import BATCHING
-from hf_spec.engine.models.query_scaling import TokenPlaces, scales_by_place
+from hf_spec.engine.forward.padded_batching import BATCHING
+from hf_spec.engine.forward.step import LayerTraits
+from hf_spec.engine.models.query_scaling import QueryPositions, scales_queries
 from hf_spec.engine.models.support_checks import check_model
 from hf_spec.generation.one_call import generate_with
 from tests.partly_right import PartlyRight
@@ -54,15 +55,15 @@ def speculate(kind: str, shape: str, batching: str = "unpadded") -> SpecGenerate
 
 
 def test_the_cache_answers_with_what_leads_to_the_place() -> None:
-    places = TokenPlaces(torch.tensor([7, 8, 8, 3]))
+    places = QueryPositions(torch.tensor([7, 8, 8, 3]))
     assert (torch.arange(4) + places.get_seq_length(1)).tolist() == [7, 8, 8, 3]
     keys, values = torch.ones(1), torch.zeros(1)
     assert places.update(keys, values, 0) == (keys, values)
 
 
 def test_whose_layers_scale_by_place() -> None:
-    assert scales_by_place(llama4())
-    assert not scales_by_place(build("llama"))
+    assert scales_queries(llama4())
+    assert not scales_queries(build("llama"))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -88,12 +89,15 @@ def test_steps_in_the_form_of_graphs() -> None:
 @pytest.mark.parametrize("mistake", ["no chunks", "no places", "no padding"])
 def test_mistakes_that_change_the_tokens(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "no chunks":
-        monkeypatch.setattr(attention, "_chunk", lambda module: None)
+        read = LayerTraits.of
+        monkeypatch.setattr(LayerTraits, "of", lambda module: replace(read(module), chunk=None))
     elif mistake == "no places":
-        monkeypatch.setattr(runner, "scales_by_place", lambda model: False)
+        monkeypatch.setattr(runner, "scales_queries", lambda model: False)
     else:
-        right = PackedInputs.places
-        monkeypatch.setattr(PackedInputs, "places", lambda self, pads: right(self, [0] * len(pads)))
+        right = PackedInputs.frame_positions
+        monkeypatch.setattr(
+            PackedInputs, "frame_positions", lambda self, pads: right(self, [0] * len(pads))
+        )
     assert not torch.equal(speculate("ragged", "tree").sequences, plain("ragged"))
 
 
@@ -126,10 +130,10 @@ def test_a_reused_cache() -> None:
 def test_holes_in_the_mask_are_refused() -> None:
     mask = torch.ones_like(plain("one"))
     mask[0, 3] = 0
-    refuse("a chunk counts it", model=llama4(), input_ids=plain("one"), attention_mask=mask)
+    refuse("a chunk counts", model=llama4(), input_ids=plain("one"), attention_mask=mask)
 
 
 def test_a_truncated_draft_scales_too() -> None:
     draft = hf_spec.truncated_draft(llama4(), 2)
     check_model(draft)
-    assert scales_by_place(draft)
+    assert scales_queries(draft)

@@ -6,17 +6,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.recurrent_layers import (
     COMMITTED,
-    Call,
     Mixer,
+    MixerCall,
     mixers_of,
     num_attention_layers,
     num_recurrent_layers,
     resumes,
     stateful_modules,
 )
+from hf_spec.engine.runner import ModelRunner
 from tests import tiny_models
 from tests.hybrid_models import HYBRIDS, MAMBA_1, PURE, build
 
@@ -77,7 +77,7 @@ def test_a_state_goes_into_a_cache_and_comes_back() -> None:
     mixer, other = (Mixer(module, num_rows=2, resumes=True) for _ in range(2))
     tokens = torch.randn(2, 5, model.config.hidden_size, generator=torch.Generator().manual_seed(2))
     _, state = mixer.run(tokens, None)
-    mixer._commit(Call.of([1, 0], [None, None], [[0], [0]], set()).rows, state)
+    mixer._commit(MixerCall.of([1, 0], [None, None], [[0], [0]], set()).rows, state)
     cache = DynamicCache(config=model.config)
     mixer.export(cache)
     other.load(cache.layers[mixer.index])

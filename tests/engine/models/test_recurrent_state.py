@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.recurrent_layers import COMMITTED, Mixer
 from hf_spec.engine.models.recurrent_state import MAX_ENDS
+from hf_spec.engine.runner import ModelRunner
 from tests.hybrid_models import build
 from tests.model_watch import snapshot
 from tests.plain_logits import alone, expected_logits
@@ -92,7 +92,7 @@ def test_growing_a_tree_level_by_level_and_going_on_from_it(name: str, batching:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_long_prompt_runs_in_stretches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_spec.engine.forward.runner.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("hf_spec.engine.runner.PREFILL_CHUNK", 5)
     model, tree = build(name), DraftTree.from_rows(TREE)
     with ModelRunner(model, 4).active() as runner:
         output = runner.forward(tree, sequences())
@@ -116,10 +116,10 @@ def test_too_long_a_row_begins_again() -> None:
     with ModelRunner(model, 4).active() as runner:
         runner.forward(DraftTree.from_rows(TREE), rows)
         runner.keep([[1, 3], [], [], []])
-        runner.shorten(0, runner.stored[0])
-        assert runner.stored[0] == len(rows[0]) + 2
+        runner.shorten(0, runner.rows.stored[0])
+        assert runner.rows.stored[0] == len(rows[0]) + 2
         runner.shorten(0, 5)
-        assert runner.stored[0] == 0
+        assert runner.rows.stored[0] == 0
         after = DraftTree.from_rows([([8], [-1]), ([], []), ([], []), ([], [])])
         close(runner.forward(after, rows).logits, expected_logits(model, after, rows))
 

@@ -21,8 +21,8 @@ class TestModels:
         ("make", "match"),
         [
             (t5, "T5ForConditionalGeneration is an encoder-decoder"),
-            (rwkv, "RwkvForCausalLM has .* cannot take a rejected token back"),
-            (minimax, "MiniMaxForCausalLM has .* cannot take a rejected token back"),
+            (rwkv, "RwkvForCausalLM has .* cannot be rolled back after a rejected token"),
+            (minimax, "MiniMaxForCausalLM has .* cannot be rolled back after a rejected token"),
         ],
     )
     def test_state_that_cannot_be_rolled_back(self, make: Any, match: str) -> None:
@@ -35,7 +35,9 @@ class TestModels:
         model.model.layers[2].further = model.model.layers[0].conv
         check_model(model)
         model.model.layers[2].further = copy.deepcopy(model.model.layers[0].conv)
-        with pytest.raises(UnsupportedError, match="Lfm2ForCausalLM has a recurrent state"):
+        with pytest.raises(
+            UnsupportedError, match="Lfm2ForCausalLM has an unknown recurrent state"
+        ):
             check_model(model)
 
     def test_prompt_learning_adapters(self) -> None:

@@ -15,8 +15,7 @@ from hf_spec import (
     UnsupportedError,
 )
 from hf_spec.evaluation.bench import contenders as ways
-from hf_spec.evaluation.bench.contenders import GREEDY
-from hf_spec.evaluation.bench.known_answers import PlainAnswers
+from hf_spec.evaluation.bench.contenders import GREEDY, BaselineOutputs
 from tests.model_watch import count_forwards
 from tests.tiny_models import draft_model, ragged_batch, settled_prompt
 
@@ -91,7 +90,7 @@ def test_economize(model: Any) -> None:
 def test_padded_rows_are_generated_as_if_alone(model: Any) -> None:
     batch = ragged_batch((9, 5, 7))
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    expected = PlainAnswers(ways.plain(model))(ids, NEW_TOKENS, mask)
+    expected = BaselineOutputs(ways.plain(model))(ids, NEW_TOKENS, mask)
     for contender in (
         ways.plain(model),
         ways.strategy(model, LookupConfig()),

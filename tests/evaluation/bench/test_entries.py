@@ -16,7 +16,7 @@ from hf_spec import (
     StrategyConfig,
     TreeConfig,
 )
-from hf_spec.evaluation.bench.entries import found_entry, parse_entries, parse_entry
+from hf_spec.evaluation.bench.entries import parse_entries, parse_entry, resolve_entry
 
 
 @pytest.mark.parametrize(
@@ -60,19 +60,19 @@ class TestAssistants:
             parse_entries(["gsd"])
 
     def test_one_that_nobody_takes(self) -> None:
-        with pytest.raises(OptionError, match="--assistant d: no strategy that was named"):
+        with pytest.raises(OptionError, match="--assistant d: none of the named strategies uses"):
             parse_entries(["none", "tree@x"], ["d"])
         [entry] = parse_entries(["lookup"], ["d"], others_follow=True)
         assert entry.assistant is None
 
 
 def test_what_its_assistant_is_to_a_model(model: Any) -> None:
-    found = found_entry(parse_entry("tree:max_nodes=5@truncated:2"), model)
+    found = resolve_entry(parse_entry("tree:max_nodes=5@truncated:2"), model)
     assert found.name == "tree:max_nodes=5@truncated:2"
     assert found.assistant.config.num_hidden_layers == 2
-    assert found_entry(parse_entry("lookup"), model).assistant is None
+    assert resolve_entry(parse_entry("lookup"), model).assistant is None
     with pytest.raises(AssistantError, match="cannot be loaded"):
-        found_entry(parse_entry("draft@/no/such"), model)
+        resolve_entry(parse_entry("draft@/no/such"), model)
 
 
 @pytest.mark.parametrize(

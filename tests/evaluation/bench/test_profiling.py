@@ -10,7 +10,7 @@ import torch
 
 from hf_spec import AutoConfig, GsdConfig, LookupConfig, NoneConfig, TreeConfig
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.contenders import strategy
 from hf_spec.evaluation.bench.profiling import PARTS, profiled
 from hf_spec.methods.lookup.drafter import LookupDrafter

@@ -36,4 +36,4 @@ def test_wrong_values(settings: Any, options: dict[str, Any]) -> None:
 
 
 def test_ways_are_counted() -> None:
-    assert CalibrationSettings((0.1, 0.2), (3, 4, 5), (1,)).num_ways == 1 + 2 * 3 + 1
+    assert CalibrationSettings((0.1, 0.2), (3, 4, 5), (1,)).num_contenders == 1 + 2 * 3 + 1

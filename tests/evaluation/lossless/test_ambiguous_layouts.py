@@ -1,4 +1,4 @@
-"""What is tried for a family of heads: each open question, answered by the reading that drafts."""
+"""Ambiguous options of each family of heads: the value that drafts best is chosen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from hf_spec.evaluation.lossless.head_layouts import Agreement, Texts, check_readings, read_head
+from hf_spec.evaluation.lossless.head_layouts import (
+    Agreement,
+    Texts,
+    choose_layout,
+    read_ambiguous_head,
+)
 from tests import feature_reference
 from tests.published_heads import bare, embeddings, sample, save
 from tests.tiny_models import VOCAB, build
@@ -14,9 +19,9 @@ from tests.tiny_models import VOCAB, build
 
 def test_a_first_eagle() -> None:
     heard: list[Agreement] = []
-    head = read_head(sample("eagle").folder)
-    check_readings(head, build("llama"), Texts([list(range(20))], [4]), heard.append)
-    assert [name for one in heard for name, _ in one.changes] == ["embedding"]
+    head = read_ambiguous_head(sample("eagle").folder)
+    choose_layout(head, build("llama"), Texts([list(range(20))], [4]), heard.append)
+    assert [name for one in heard for name, _ in one.config_overrides] == ["embedding"]
 
 
 def block_head(name: str, outputs: torch.Tensor, config: Any, **tensors: torch.Tensor) -> str:
@@ -50,12 +55,12 @@ def test_layers_of_a_block_head() -> None:
     )
     texts = Texts([[token] * 30 for token in (9, 30, 51, 77)], [20] * 4)
     heard: list[Agreement] = []
-    best = check_readings(read_head(folder), build("llama"), texts, heard.append)
+    best = choose_layout(read_ambiguous_head(folder), build("llama"), texts, heard.append)
     assert heard[0].share < 0.5
-    assert best.changes == (("aux_layers", (0, 1)),)
+    assert best.config_overrides == (("aux_layers", (0, 1)),)
     assert best.share > 0.95
     assert best.config == "BlockConfig"
-    tried = {name for one in heard for name, _ in one.changes}
+    tried = {name for one in heard for name, _ in one.config_overrides}
     assert tried == {"aux_layers", "from_anchor", "embedding_scale"}
 
 
@@ -67,6 +72,8 @@ def test_what_an_output_of_a_block_head_drafts() -> None:
     tokens = [7]
     while len(tokens) < 40:
         tokens.append(int(following[tokens[-1]]))
-    best = check_readings(read_head(folder), build("llama"), Texts([tokens], [1]), lambda one: None)
-    assert best.changes == (("from_anchor", True),)
+    best = choose_layout(
+        read_ambiguous_head(folder), build("llama"), Texts([tokens], [1]), lambda one: None
+    )
+    assert best.config_overrides == (("from_anchor", True),)
     assert best.share > 0.95

@@ -40,11 +40,11 @@ class TestCells:
 
     def test_places(self) -> None:
         cells = divide(next_probs, 2, 0.04, ends=[END])
-        assert cells.place((0, 3)) == ((0, 3), True)
-        assert cells.place((3,)) == ((3,), True)
-        assert cells.place((1, 0)) == ((1,), True)
-        assert cells.place((1, 4)) == ((1,), False)
-        assert cells.place((4, 0)) == ((), False)
+        assert cells.locate((0, 3)) == ((0, 3), True)
+        assert cells.locate((3,)) == ((3,), True)
+        assert cells.locate((1, 0)) == ((1,), True)
+        assert cells.locate((1, 4)) == ((1,), False)
+        assert cells.locate((4, 0)) == ((), False)
 
     def test_an_impossible_draw_fails_whatever_the_counts(self) -> None:
         cells = divide(next_probs, 2, 0.04, ends=[END])

@@ -1,4 +1,4 @@
-"""Readings of published heads: the one under which a head was made is found."""
+"""Layouts of published heads: the layout with which a head was made is found."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hf_spec import AssistantError
 from hf_spec.evaluation.lossless.head_layouts import (
     Agreement,
     Texts,
-    check_readings,
-    own_answers,
-    read_head,
+    choose_layout,
+    read_ambiguous_head,
+    target_answers,
 )
 from tests.published_heads import WIDTH, bare, embeddings, plain_config, sample, save
 from tests.tiny_models import VOCAB, build, repetitive_prompt
@@ -39,8 +39,8 @@ def head(layers: list[int]) -> str:
     return save(f"readings{layers[0]}", plain_config(**{KEY: layers}), tensors)
 
 
-def test_own_answers() -> None:
-    texts = own_answers(build("llama"), [repetitive_prompt(9), repetitive_prompt(5)], 20)
+def test_target_answers() -> None:
+    texts = target_answers(build("llama"), [repetitive_prompt(9), repetitive_prompt(5)], 20)
     plain = build("llama").generate(repetitive_prompt(9), max_new_tokens=10, do_sample=False)
     assert texts.tokens[0] == plain[0].tolist()
     assert texts.begins == [9, 5]
@@ -48,23 +48,25 @@ def test_own_answers() -> None:
 
 def test_a_wrong_config() -> None:
     heard: list[Agreement] = []
-    best = check_readings(read_head(head([1, 2, 3])), build("llama"), TEXTS, heard.append)
-    assert heard[0].changes == ()
+    best = choose_layout(read_ambiguous_head(head([1, 2, 3])), build("llama"), TEXTS, heard.append)
+    assert heard[0].config_overrides == ()
     assert heard[0].share < 0.8
-    assert best.changes == (("aux_layers", (0, 1, 2)),)
+    assert best.config_overrides == (("aux_layers", (0, 1, 2)),)
     assert best.share > 0.95
     assert {one.compared for one in heard} == {len(TOKENS) - 4}
-    tried = {name for one in heard for name, _ in one.changes}
+    tried = {name for one in heard for name, _ in one.config_overrides}
     assert tried == {"aux_layers", "embedding", "norm_before_residual"}
 
 
 def test_a_right_config_is_kept() -> None:
-    best = check_readings(read_head(head([0, 1, 2])), build("llama"), TEXTS, lambda one: None)
-    assert best.changes == ()
+    best = choose_layout(
+        read_ambiguous_head(head([0, 1, 2])), build("llama"), TEXTS, lambda one: None
+    )
+    assert best.config_overrides == ()
     assert best.share > 0.95
 
 
 def test_a_head_of_another_kind(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
-    with pytest.raises(AssistantError, match="no published head; readings are open in"):
-        check_readings(read_head(str(tmp_path)), build("llama"), TEXTS, print)
+    with pytest.raises(AssistantError, match="not a published head; only heads of these families"):
+        choose_layout(read_ambiguous_head(str(tmp_path)), build("llama"), TEXTS, print)

@@ -17,7 +17,7 @@ from hf_spec.evaluation.lossless.sampling import (
     SamplingResult,
     check_sampling,
     plain_probs,
-    unsure_text,
+    uncertain_text,
 )
 from hf_spec.evaluation.lossless.settings import SamplingPlan
 from tests.biased_rules import NoResidual, RedrawnBonus
@@ -81,7 +81,7 @@ def test_plain_probabilities_are_those_of_a_forward(model: PreTrainedModel) -> N
 
 def test_the_text_ends_where_the_model_is_least_sure(model: PreTrainedModel) -> None:
     prompt = repetitive_prompt()
-    text = unsure_text(model, prompt, 8)
+    text = uncertain_text(model, prompt, 8)
     answer = model.generate(prompt, max_new_tokens=8, do_sample=False)
     assert text.tolist() == answer[:, : text.shape[1]].tolist()
     with torch.no_grad():

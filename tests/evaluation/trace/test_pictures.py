@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from hf_spec.drafting.token_graph import TokenGraph
-from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.evaluation.trace import pictures
 from hf_spec.evaluation.trace.pictures import ACCEPTED, PADDING, Canvas
 
@@ -121,7 +121,7 @@ def test_padding_is_counted(batching: str) -> None:
     canvas = pictures.padding(batching, [4, 1, 2], [[3, 1, 1], [1, 2, 1]])
     inputs = 5 if BATCHING[batching].pads_inputs else 0
     stored = (4 + 2) if BATCHING[batching].pads_kv else 0
-    assert f"inputs: {7 + inputs} places, {inputs} of them padding" in str(canvas)
-    assert f"keys and values: {9 + stored} places, {stored} of them padding" in str(canvas)
+    assert f"inputs: {7 + inputs} slots, {inputs} of them padding" in str(canvas)
+    assert f"keys and values: {9 + stored} slots, {stored} of them padding" in str(canvas)
     assert boxes(canvas, PADDING) == inputs + stored
     assert boxes(canvas) == 16 + inputs + stored

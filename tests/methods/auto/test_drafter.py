@@ -16,7 +16,7 @@ from hf_spec import AssistantError, AutoConfig, OptionError
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.auto.drafter import AutoDrafter
 from tests.falcon_reference import random_head
 from tests.methods.falcon.test_drafter import knowing_head

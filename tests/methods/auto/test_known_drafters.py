@@ -14,7 +14,7 @@ from hf_spec.methods.auto import known_drafters as module
 from hf_spec.methods.auto.known_drafters import heads_for, known_drafters
 from tests.tiny_models import build
 
-PAGE = Path(__file__).parents[3] / "docs" / "drafters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "published-heads.md"
 
 
 @pytest.fixture(autouse=True)

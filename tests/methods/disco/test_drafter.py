@@ -280,7 +280,7 @@ class TestGenerate:
                 if height := verdict.tree.height(row):
                     # The last drafted token has never run, so it has nothing to keep.
                     kept = min(len(path), height - 1)
-                    assert self._runner.stored[row] == lengths[row] + kept
+                    assert self._runner.rows.stored[row] == lengths[row] + kept
                     seen.add((height, len(path)))
 
         monkeypatch.setattr(DraftModelDrafter, "draft", remember)

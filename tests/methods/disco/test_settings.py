@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_spec import OptionError
-from hf_spec.common.settings import described
+from hf_spec.common.settings import setting_fields
 from hf_spec.methods.disco.settings import FEATURES, TOP, DiscoTrainSettings
 
 
@@ -18,7 +18,11 @@ def test_features_cover_what_the_classifier_sees() -> None:
 
 @pytest.mark.parametrize(
     ("name", "choices"),
-    [(s.name, s.choices) for s in described(DiscoTrainSettings) if s.choices and s.name != "mode"],
+    [
+        (s.name, s.choices)
+        for s in setting_fields(DiscoTrainSettings)
+        if s.choices and s.name != "mode"
+    ],
 )
 def test_each_choice_is_taken_and_no_other(name: str, choices: tuple[str, ...]) -> None:
     settings: Any = DiscoTrainSettings

@@ -21,9 +21,9 @@ from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.methods.disco.classifier import draft_features
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.feature_pairs.draft_head import DraftHead
+from tests.host_and_device import check_same_drafts
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model, prompts, ragged_batch, repetitive_prompt
-from tests.unwatched import check_unwatched
 
 PROMPT = repetitive_prompt()
 
@@ -310,7 +310,7 @@ def test_drafts_that_nobody_watches(config: DraftConfig, monkeypatch: pytest.Mon
             eos_token_id=[3, 5],
         )
 
-    check_unwatched(monkeypatch, DraftModelDrafter, run)
+    check_same_drafts(monkeypatch, DraftModelDrafter, run)
 
 
 class TestPolicies:

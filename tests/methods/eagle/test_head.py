@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_spec import AssistantError
 from hf_spec.adapters.published import PublishedHead, read_published
-from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
+from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.methods.eagle.head import EagleHead
 from hf_spec.methods.eagle.head import build as build_head
 from hf_spec.methods.feature_pairs.rows import PairRow
@@ -66,12 +66,11 @@ def two_steps(head: EagleHead, name: str = "llama") -> tuple[list[int], list[Ten
     with HeadRunner(head, 1).active() as runner:
         output = runner.feed([row], [TOKENS])[0].flatten(0, 1)
         for _ in range(2):
-            found.append(head.head.known(output)[0])
+            found.append(head.head.draft_logits(output)[0])
             tokens.append(int(head.head.tokens(found[-1].argmax())))
             block = Blocks(0, 1, 0, torch.tensor([0]), None)
-            output = runner.grow_each(
-                [row], [block], DeviceTokens(torch.tensor(tokens[-1:])), output
-            )
+            given = DeviceTokens(torch.tensor(tokens[-1:]))
+            output = runner.grow([row], [block], given, output)[0].flatten(0, 1)
     return tokens, found
 
 
@@ -266,7 +265,7 @@ def test_half_precision() -> None:
     first = build_head(published("eagle"), model)
     mixed, _ = first.mix(torch.tensor([[3, 4]]), torch.randn(1, 2, WIDTH, dtype=torch.bfloat16))
     assert mixed.dtype == torch.bfloat16
-    assert first.head.known(mixed).dtype == torch.float16
+    assert first.head.draft_logits(mixed).dtype == torch.float16
 
 
 def test_the_target_is_not_changed() -> None:

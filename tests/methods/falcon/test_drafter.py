@@ -20,12 +20,13 @@ from hf_spec import AssistantError, FalconConfig, OptionError, UnsupportedError
 from hf_spec.adapters.folder import save_adapter
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.drafting.rank_tree import RankTree, published_trees
-from hf_spec.engine.forward import runner as runner_module
+from hf_spec.engine import runner as runner_module
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.methods.falcon.drafter import FalconDrafter
+from hf_spec.methods.falcon.drafter import FalconDrafter, used_lists
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
-from tests.drafting.test_rank_tree import random_paths
+from tests.drafting.test_rank_tree import RAGGED, random_paths
 from tests.falcon_reference import block_ends, drafted, features_of, random_head
+from tests.host_and_device import check_same_drafts
 from tests.model_watch import count_forwards, snapshot
 from tests.refusals import refuse, small_llama
 from tests.tiny_models import VOCAB, build, prompts, ragged_batch, repetitive_prompt, settled_prompt
@@ -55,7 +56,7 @@ def knowing_head(size: int) -> FalconHead:
     for step in range(150):
         predicted = head(tokens[:, 1:], features[:, :-1], step % size)
         kept = predicted[0, : -size - 1]
-        loss = F.cross_entropy(head.head.known(kept), tokens[0, 1 + size : -1])
+        loss = F.cross_entropy(head.head.draft_logits(kept), tokens[0, 1 + size : -1])
         loss = loss + F.smooth_l1_loss(kept, features[0, size:-2])
         optimizer.zero_grad()
         loss.backward()
@@ -400,6 +401,49 @@ class TestPolicies:
             )
         # Nothing was drafted with the prompt; then a random head is wrong again and again.
         assert [draft.height(0) for draft, *_ in seen[:6]] == [0, 4, 3, 2, 1, 1]
+
+
+class TestUsedLists:
+    def test_one_pass_over_parallel_positions(self) -> None:
+        (lists,) = used_lists(RankTree.of(RAGGED), 4)
+        assert lists.outputs == [0, 1, 2, 3]
+        assert (lists.index, lists.places) == (None, None)
+
+    def test_depths_that_are_not_drafted_are_not_read(self) -> None:
+        passes = used_lists(RankTree.chain(7), 2)
+        assert [lists.num_levels for lists in passes] == [2, 2, 2, 1]
+        assert passes[-1].outputs == [0]
+        assert passes[-1].index is not None
+        assert passes[-1].places is None
+
+    def test_blocks_of_several_heights(self) -> None:
+        paths = [(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0, 0)]
+        _, lists = used_lists(RankTree.of(paths), 2)
+        # The block below (0, 0) has one level, that below (1, 0) two.
+        assert lists.outputs == [0, 2, 3]
+        assert lists.places is not None
+        assert lists.places.tolist() == [0, 0, 1, 2]
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("seed", range(4))
+    def test_every_node_has_a_list(self, seed: int, size: int) -> None:
+        tree = RankTree.of(random_paths(seed))
+        for index, lists in enumerate(used_lists(tree, size)):
+            first = index * size
+            blocks = sorted({p[:first] for p in tree.paths if len(p) > first})
+            expected = {
+                blocks.index(p[:first]) * size + len(p) - first - 1
+                for p in tree.paths
+                if first < len(p) <= first + size
+            }
+            assert lists.outputs == sorted(expected)
+
+    @pytest.mark.parametrize("recurrent", [False, True])
+    def test_on_the_device(self, recurrent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        head = random_head("llama", 2, 2, recurrent)
+        options = {"tree": BUSHY.paths, "length_policy": "static"}
+        run = lambda: generate("llama", "ragged", head, **options)  # noqa: E731
+        check_same_drafts(monkeypatch, FalconDrafter, run)
 
 
 class TestTrees:

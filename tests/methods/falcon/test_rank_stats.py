@@ -34,7 +34,7 @@ def test_against_one_draft_at_a_time(
         for done in range(0, DEPTH, size):
             path = tokens[start + 1 : start + 1 + done]
             outputs = predicted(head, tokens[: start + 1], features[:start], path, ends)
-            logits = head.head.known(outputs)
+            logits = head.head.draft_logits(outputs)
             for slot in range(min(size, DEPTH - done)):
                 true = tokens[start + 1 + done + slot]
                 expected = int((logits[slot] > logits[slot, true] + 1e-4).sum())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_spec import OptionError
-from hf_spec.common.settings import described
+from hf_spec.common.settings import setting_fields
 from hf_spec.methods.falcon.settings import (
     FALCON_RUN,
     CsgdSettings,
@@ -18,7 +18,7 @@ from hf_spec.methods.falcon.settings import (
 
 @pytest.mark.parametrize(
     ("name", "choices"),
-    [(s.name, s.choices) for s in described(CsgdSettings) if s.choices and s.name != "mode"],
+    [(s.name, s.choices) for s in setting_fields(CsgdSettings) if s.choices and s.name != "mode"],
 )
 def test_each_choice_is_taken_and_no_other(name: str, choices: tuple[str, ...]) -> None:
     settings: Any = CsgdSettings

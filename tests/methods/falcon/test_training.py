@@ -156,7 +156,7 @@ def test_starting_from_a_head(model: PreTrainedModel, texts: list[Text], tmp_pat
     keeping = replace(fewer, keep_vocabulary=True)
     kept = train_falcon(model, texts, tmp_path / "kept", keeping, still, start)
     assert torch.equal(kept.tensors["vocabulary"], first.tensors["vocabulary"])
-    with pytest.raises(OptionError, match="no head to go on from"):
+    with pytest.raises(OptionError, match="requires a head to start from"):
         train_falcon(model, texts, tmp_path / "x", keeping, still)
     longer = replace(SETTINGS, shape=FalconShape(3))
     with pytest.raises(OptionError, match="to start from has the shape"):
@@ -236,7 +236,7 @@ class TestFirstChoices:
                 tokens, features = torch.tensor([line[1:begin]]), text.features[: begin - 1]
                 with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
                     out = head(tokens, features[None], (begin - 1) % k)[0, -k:]
-                    drafted = head.head.known(out).argmax(dim=-1).tolist()
+                    drafted = head.head.draft_logits(out).argmax(dim=-1).tolist()
                 right = line[begin : begin + k]
                 wanted.append([a == b for a, b in zip(drafted, right, strict=False)])
             assert len(found) >= len(wanted)

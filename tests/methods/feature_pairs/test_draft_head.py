@@ -54,13 +54,13 @@ def test_alone_gives_this_thread_the_logits_of_its_own_tokens() -> None:
     head, other = DraftHead(full, vocabulary), DraftHead(full, vocabulary)
     hidden = torch.randn(2, 8)
     whole = head(hidden)
-    with ThreadPoolExecutor(1) as pool, head.alone():
+    with ThreadPoolExecutor(1) as pool, head.restrict_logits():
         assert torch.equal(head(hidden), whole[:, vocabulary])
         assert torch.equal(other(hidden), whole)
         assert torch.equal(pool.submit(head, hidden).result(), whole)
-        with other.alone():
+        with other.restrict_logits():
             assert head(hidden).shape == other(hidden).shape == (2, 3)
-        with pytest.raises(RuntimeError), other.alone():
+        with pytest.raises(RuntimeError), other.restrict_logits():
             other(hidden[:, :1])
         assert torch.equal(other(hidden), whole)
     assert torch.equal(head(hidden), whole)

@@ -15,9 +15,9 @@ from hf_spec import EagleConfig, UnsupportedError
 from hf_spec.common.compat import CACHE_NAME, output_cache
 from hf_spec.methods.feature_pairs import runner as pair_runner
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
+from tests.host_and_device import check_same_drafts
 from tests.published_heads import Reference, sample
 from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
-from tests.unwatched import check_unwatched
 
 KINDS = ["eagle3", "speculators", "eagle", "peagle"]
 # Of a row's committed text, the drafted tokens, their parents and probabilities.
@@ -111,7 +111,7 @@ def test_drafts_that_nobody_watches(
 ) -> None:
     config = EagleConfig(max_draft_tokens=4, length_policy="static", **options)
     inputs = {**ragged_batch((9, 4, 6)), "max_new_tokens": 7}
-    check_unwatched(monkeypatch, PairDrafter, lambda: generate(kind, config, **inputs))
+    check_same_drafts(monkeypatch, PairDrafter, lambda: generate(kind, config, **inputs))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,7 +143,7 @@ def test_long_prompts_are_fed_in_stretches(
 ) -> None:
     """At the end of a stretch the next token is the prompt's."""
     monkeypatch.setattr(pair_runner, "FEED_CHUNK", 5)
-    monkeypatch.setattr("hf_spec.engine.forward.runner.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("hf_spec.engine.runner.PREFILL_CHUNK", 7)
     config = EagleConfig(tree="chain", max_draft_tokens=2)
     generate("eagle3", config, input_ids=repetitive_prompt(21), max_new_tokens=4)
     reference = sample("eagle3").reference()

@@ -24,7 +24,7 @@ def test_the_root_and_what_was_accepted() -> None:
     states = torch.arange(10.0)[:, None]
     tree = DraftTree.from_drafts({0: ([5, 6, 7], [-1, 0, 0]), 2: ([8, 9], [-1, 0])}, 3)
     output = ForwardOutput(torch.empty(0), {-1: states}, {0: [0, 1]}, [2, 3, 4, 5, 6])
-    rows.roots = [2, 0, 4]
+    rows.root_positions = [2, 0, 4]
     verdict = Verdict(tree, [[2], [], []], [1, None, 1])
     rows.learn(verdict, output, LastState())
     assert [row.num_pairs for row in rows.rows] == [4, 0, 1]

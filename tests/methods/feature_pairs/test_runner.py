@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from hf_spec import UnsupportedError
+from hf_spec.drafting.rank_tree import Path, RankTree
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.feature_pairs import runner as pair_runner
 from hf_spec.methods.feature_pairs.rows import PairRow
-from hf_spec.methods.feature_pairs.runner import HeadRunner
+from hf_spec.methods.feature_pairs.runner import HeadRunner, draft_blocks
+from tests.drafting.test_rank_tree import random_paths
 from tests.falcon_reference import random_head
 from tests.model_watch import snapshot
 from tests.tiny_models import VOCAB, build
@@ -119,9 +121,47 @@ def test_lists_are_sorted_and_in_target_tokens() -> None:
     vocabulary = torch.tensor([3, 10, 50, 90])
     head = FalconHead(build("llama"), FalconShape(2, 1), vocabulary).eval()
     features = torch.randn(6, 32)
-    tokens, likely, probs = HeadRunner(head, 1).lists(features, 3)
+    tokens, likely, probs = HeadRunner(head, 1).top_tokens(features, 3)
     expected = build("llama").lm_head(features)[:, vocabulary].softmax(dim=-1)
     close(probs, expected)
     best = expected.argsort(dim=-1, descending=True)[:, :3]
     assert torch.equal(tokens, vocabulary[best])
     close(likely, expected.gather(1, best))
+
+
+def blocks_of(tree: RankTree, size: int, index: int) -> list[Path]:
+    """What leads to the blocks of a pass: the nodes at its beginning that have children."""
+    return sorted({path[:-1] for path in tree.paths if len(path) == index * size + 1})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_see_their_ancestors_and_themselves(seed: int, size: int) -> None:
+    tree = RankTree.of(random_paths(seed))
+    earlier: list[Path] = []
+    parents = [-1]
+    for index in range(1, -(-tree.height // size)):
+        new = blocks_of(tree, size, index)
+        parents += [[(), *earlier].index(path[:-size]) for path in new]
+        blocks = draft_blocks(tuple(parents), len(new), size)
+        assert (blocks.begin, blocks.count) == (len(earlier), len(new))
+        assert blocks.depth == (index - 1) * size
+        earlier += new
+        offsets = [len(path) - size + slot for path in earlier for slot in range(size)]
+        assert blocks.offsets.tolist() == offsets
+        expected = torch.zeros(len(new) * size, len(earlier) * size, dtype=torch.bool)
+        for row, block in enumerate(new):
+            for column, other in enumerate(earlier):
+                if other == block[: len(other)]:
+                    rows = slice(row * size, (row + 1) * size)
+                    expected[rows, column * size : (column + 1) * size] = True
+        visible = torch.ones_like(expected) if blocks.visible is None else blocks.visible
+        assert torch.equal(visible, expected)
+
+
+def test_a_chain_needs_no_mask() -> None:
+    assert draft_blocks((-1, 0, 1, 2), 1, 2).visible is None
+
+
+def test_blocks_are_made_once() -> None:
+    assert draft_blocks((-1, 0), 1, 2) is draft_blocks((-1, 0), 1, 2)

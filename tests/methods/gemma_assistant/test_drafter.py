@@ -16,15 +16,15 @@ from hf_spec.adapters.published import PublishedHead
 from hf_spec.drafting.length_policy import make_policy
 from hf_spec.engine.decode.loop import speculative_step
 from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.gemma_assistant.drafter import GemmaAssistantDrafter
 from hf_spec.methods.gemma_assistant.head import build
 from tests import tiny_models
 from tests.gemma_reference import gemma4, published, reference, save
+from tests.host_and_device import check_same_drafts
 from tests.methods.draft_model.test_drafter import start
 from tests.plain_logits import path_to
 from tests.tiny_models import VOCAB, ragged_batch
-from tests.unwatched import check_unwatched
 
 LENGTHS = (12, 9, 3)
 DEPTH = 2
@@ -105,7 +105,7 @@ def test_drafts_that_nobody_watches(
 ) -> None:
     model = gemma4()
     run = partial(check_rounds, model, published(model), config)
-    check_unwatched(monkeypatch, GemmaAssistantDrafter, run)
+    check_same_drafts(monkeypatch, GemmaAssistantDrafter, run)
 
 
 @pytest.mark.parametrize("policy", ["static", "heuristic", "confidence", "measured"])

@@ -7,7 +7,7 @@ import torch
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.engine.decode.loop import speculative_step
 from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.gemma_assistant.drafter import GemmaAssistantConfig, GemmaAssistantDrafter
 from hf_spec.methods.gemma_assistant.head import build
 from hf_spec.methods.gemma_assistant.runner import AssistantRunner

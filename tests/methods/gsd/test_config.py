@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import hf_spec
 from hf_spec.drafting.lossy_rules import IndependentAcceptance
-from hf_spec.drafting.token_graph import TokenGraph, Unmerged
+from hf_spec.drafting.token_graph import TokenGraph, UnmergedTree
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw
@@ -63,7 +63,7 @@ def test_a_path_through_a_merge_edge_is_accepted_and_repaired(
             committed = len(self._runner_state.tokens[row])
             if any(flags):
                 after = len(path) - flags.index(True)
-                seen["dropped"] += committed - 1 - self._runner.stored[row] >= after
+                seen["dropped"] += committed - 1 - self._runner.rows.stored[row] >= after
 
     drafting = DraftModelDrafter.draft
 
@@ -91,7 +91,7 @@ def test_merging_drafts_fewer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     unmerge = TokenGraph.unmerge
 
-    def weigh(self: TokenGraph, max_nodes: int, max_depth: int) -> Unmerged:
+    def weigh(self: TokenGraph, max_nodes: int, max_depth: int) -> UnmergedTree:
         sizes.append(len(self))
         return unmerge(self, max_nodes, max_depth)
 

@@ -22,9 +22,9 @@ from tests.feature_reference import (
     speculator_reference,
     watch_drafts,
 )
+from tests.host_and_device import check_same_drafts
 from tests.refusals import refuse
 from tests.tiny_models import TIMINGS, build, draft_model, prompts
-from tests.unwatched import check_unwatched
 
 MODEL = build("llama")
 CHAIN = [[0], [0, 0], [0, 0, 0]]
@@ -66,7 +66,7 @@ def test_drafts_that_nobody_watches(
     head: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = partial(generate, head, length_policy="static", **options)
-    check_unwatched(monkeypatch, ProposalDrafter, run)
+    check_same_drafts(monkeypatch, ProposalDrafter, run)
 
 
 def test_the_likeliest_paths_are_sent() -> None:

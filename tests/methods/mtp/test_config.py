@@ -19,7 +19,7 @@ from hf_spec import AssistantError, MtpConfig, UnsupportedError
 from hf_spec.drafting.length_policy import make_policy
 from hf_spec.engine.decode.loop import speculative_step
 from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.mtp.head import MtpHead
 from tests import tiny_models

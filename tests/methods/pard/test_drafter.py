@@ -15,7 +15,7 @@ from hf_spec import AssistantError, AutoConfig, OptionError, PardConfig
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.pard.drafter import PardDrafter
 from tests.methods.draft_model.test_drafter import count_tokens, paths, start
 from tests.test_distribution import ALPHA, REPETITIVE, TOP_K, worst_p_value

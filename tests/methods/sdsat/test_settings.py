@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_spec import OptionError
-from hf_spec.common.settings import described
+from hf_spec.common.settings import setting_fields
 from hf_spec.methods.sdsat.settings import MODES, SDSAT_RUN, SdsatTrainSettings
 
 
@@ -24,7 +24,11 @@ def test_another_is_answered_with_all() -> None:
 
 @pytest.mark.parametrize(
     ("name", "choices"),
-    [(s.name, s.choices) for s in described(SdsatTrainSettings) if s.choices and s.name != "mode"],
+    [
+        (s.name, s.choices)
+        for s in setting_fields(SdsatTrainSettings)
+        if s.choices and s.name != "mode"
+    ],
 )
 def test_each_choice_is_taken_and_no_other(name: str, choices: tuple[str, ...]) -> None:
     settings: Any = SdsatTrainSettings

@@ -1,1 +1,1 @@
-"""Options of a method chosen by measured speed (`hf-spec calibrate`)."""
+"""Choice of a method's options by measured speed (`hf-spec calibrate`)."""

@@ -1,12 +1,12 @@
-"""Calibration of DISCO's threshold and longest draft by measured latency (`hf-spec calibrate`).
+"""Calibration of DISCO's threshold and maximum draft length by latency (`hf-spec calibrate`).
 
-Every pair of a threshold and a length cap generates every validation prompt, in turn with every
-static length; the pair with the best median speed relative to a static length of five goes into the
-adapter, and the whole table with it (Mamou et al. 2024, arXiv 2405.04304, appendix E). The best
-static length is found in the same runs: the baseline that was tuned as hard.
+Every pair of threshold and maximum length generates from every validation prompt, in turn with
+every static length. The pair with the best median speedup over a static length of five is written
+into the adapter, with the whole table (Mamou et al. 2024, arXiv 2405.04304, appendix E). The same
+runs determine the best static length, so the baseline is tuned as well.
 
-Differences are small and a machine that is used for other things hides them, so all ways are also
-compared by their forwards, each kind at one price, and the best can be chosen by that.
+Differences are small, and other work on the machine hides them. Therefore every contender is also
+compared by its forward passes, each kind at its median cost; `judge` selects this criterion.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
@@ -29,7 +29,6 @@ from hf_spec.common.errors import OptionError
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.contenders import strategy
-from hf_spec.evaluation.bench.prices import Spent, at_one_price
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
 from hf_spec.evaluation.bench.settings import CalibrationSettings
 from hf_spec.evaluation.bench.summary import spread, spread_of
@@ -37,13 +36,13 @@ from hf_spec.methods.disco.classifier import METHOD
 from hf_spec.methods.disco.drafter import DiscoConfig, find_draft_model
 from hf_spec.methods.draft_model.config import DraftConfig
 
-# The first way, which every other is compared with.
+# Name of the contender that all others are compared with.
 REFERENCE = "reference"
-# What `CalibrationSettings.judge` names -> the figure of the table that it goes by.
+# `CalibrationSettings.judge` -> column of the table.
 FIGURES = {"time": "ratio", "forwards": "ratio_at_one_price"}
 
 
-def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
+def calibrate_disco(  # noqa: PLR0913 - model, prompts, settings
     model: PreTrainedModel,
     tokenizer: Any,
     folder: Path,
@@ -52,23 +51,23 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
     draft: PreTrainedModel | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> SpecAdapter:
-    """Measure the grid, and write the best threshold and length into the adapter in `folder`.
+    """Measure the grid and write the best threshold and length into the adapter in `folder`.
 
-    `prompts` are for validation, `draft` is by default the draft model that the adapter names, and
+    `prompts` are for validation; `draft` defaults to the draft model named in the adapter.
     `progress` is called after every timed run.
 
     Returns:
-        The adapter as written; `options["calibration"]` has the table.
+        The written adapter; `options["calibration"]` has the table.
 
     Raises:
-        OptionError: if there are no prompts, or some are those of the benchmarks.
+        OptionError: if there are no prompts, or some belong to the benchmarks.
         AssistantError: if the adapter or its draft model cannot be used.
     """
     check_prompts(prompts)
     adapter = load_adapter(folder, METHOD)
     adapter.base.check(model)
     draft = draft or find_draft_model(adapter, model)
-    ways = {
+    grid = {
         f"threshold {threshold}, longest {longest}": DiscoConfig(
             adapter=str(folder), acceptance_threshold=threshold, max_draft_tokens=longest
         )
@@ -78,23 +77,23 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
     reference = DraftConfig(max_draft_tokens=settings.reference)
     contenders = [
         strategy(model, config, draft, name)
-        for name, config in {REFERENCE: reference, **static, **ways}.items()
+        for name, config in {REFERENCE: reference, **static, **grid}.items()
     ]
     plan = Plan(settings.new_tokens, settings.repeats)
     records: list[Record] = []
     end = time.monotonic() + (settings.seconds or math.inf)
-    for found in time_contenders(contenders, prompts, tokenizer, plan, progress):
-        records += found
+    for batch_records in time_contenders(contenders, prompts, tokenizer, plan, progress):
+        records += batch_records
         if time.monotonic() > end:
             break
-    counted = count_forwards(records, dict.fromkeys(ways, METHOD))
+    counted = compare_by_forwards(records, dict.fromkeys(grid, METHOD))
     table = {name: {**row, **counted[name]} for name, row in tabulate(records).items()}
     figure = FIGURES[settings.judge]
-    best = fastest(table, ways, figure)
+    best = fastest(table, grid, figure)
     options = {
         **adapter.options,
-        "threshold": ways[best].acceptance_threshold,
-        "max_draft_tokens": ways[best].max_draft_tokens,
+        "threshold": grid[best].acceptance_threshold,
+        "max_draft_tokens": grid[best].max_draft_tokens,
         "calibration": {
             **asdict(settings),
             "prompts": list(dict.fromkeys(record.prompt for record in records)),
@@ -110,7 +109,7 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
 
 
 def tabulate(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Way -> its speed relative to the reference, tau, and whether its outputs are the same."""
+    """Return by contender its speedup over the reference, tau, and `identical` outputs."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[record.contender].append(record)
@@ -125,26 +124,61 @@ def tabulate(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     }
 
 
-def count_forwards(
+@dataclass(frozen=True)
+class ForwardCounts:
+    """Forward passes of a generation and their time.
+
+    Attributes:
+        kind: kind of drafting; all levels of a kind, with the length decision, cost the same.
+        target_forwards, target_seconds: verifications.
+        draft_forwards, draft_seconds: drafted levels.
+    """
+
+    kind: str
+    target_forwards: int
+    target_seconds: float
+    draft_forwards: int
+    draft_seconds: float
+
+
+def seconds_at_median_cost(generations: Sequence[ForwardCounts]) -> list[float]:
+    """Return the seconds of each generation if every forward pass took the median of its kind.
+
+    Seconds vary on a shared machine; the number of forward passes is exact, and the median over all
+    generations is stable.
+    """
+    verify = median(g.target_seconds / g.target_forwards for g in generations)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for counts in generations:
+        if counts.draft_forwards:
+            seconds[counts.kind].append(counts.draft_seconds / counts.draft_forwards)
+    levels = {kind: median(costs) for kind, costs in seconds.items()}
+    return [
+        verify * g.target_forwards + levels.get(g.kind, 0.0) * g.draft_forwards for g in generations
+    ]
+
+
+def compare_by_forwards(
     records: Sequence[Record], kinds: Mapping[str, str]
 ) -> dict[str, dict[str, float]]:
-    """Way -> its speed relative to `REFERENCE` with all forwards of a kind at one price.
+    """Return contender -> its speedup over `REFERENCE` with every forward pass at its median cost.
 
-    `kinds` names the kind of drafts of ways whose levels cost more than those of the others.
+    `kinds` names the kind of drafting of contenders whose levels cost more than the default.
     """
-    spent = []
+    generations = []
     for record in records:
         stats, kind = record.stats, kinds.get(record.contender, "")
         assert stats is not None
         assert record.target_forwards is not None
         target = record.target_forwards, stats.verify_seconds
-        spent.append(Spent(kind, *target, stats.draft_forwards, stats.draft_seconds))
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for record, cost in zip(records, at_one_price(spent), strict=True):
-        found[record.contender][record.prompt].append(cost)
-    base = {prompt: fmean(costs) for prompt, costs in found[REFERENCE].items()}
+        draft = stats.draft_forwards, stats.draft_seconds
+        generations.append(ForwardCounts(kind, *target, *draft))
+    by_name: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record, cost in zip(records, seconds_at_median_cost(generations), strict=True):
+        by_name[record.contender][record.prompt].append(cost)
+    base = {prompt: fmean(costs) for prompt, costs in by_name[REFERENCE].items()}
     table = {}
-    for name, prompts in found.items():
+    for name, prompts in by_name.items():
         low, middle, high = spread([base[p] / fmean(costs) for p, costs in prompts.items()])
         figure = FIGURES["forwards"]
         table[name] = {f"{figure}_p20": low, figure: middle, f"{figure}_p80": high}
@@ -152,29 +186,29 @@ def count_forwards(
 
 
 def fastest(table: dict[str, dict[str, Any]], names: Any, figure: str = "ratio") -> str:
-    """The way among `names` with the best median of a ratio; ties to the first."""
+    """Return the name with the best median of a ratio; the first on ties."""
     return max(names, key=lambda name: table[name][figure])
 
 
 def validation_prompts(adapter: SpecAdapter, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Those of `prompts` that the classifier's training held back; there must be some."""
-    held = set(adapter.options.get("validation_prompts", ()))
-    found = [prompt for prompt in prompts if prompt.id in held]
-    if not found:
+    """Return the held-out prompts of the classifier's training; raises if there are none."""
+    held_out_ids = set(adapter.options.get("validation_prompts", ()))
+    held_out = [prompt for prompt in prompts if prompt.id in held_out_ids]
+    if not held_out:
         raise OptionError(
-            f"none of the {len(prompts)} prompts was held back when the classifier was trained; "
-            "give the file that the responses were made from, or --all to use every prompt"
+            f"none of the {len(prompts)} prompts is in the held-out set of the classifier's "
+            "training; use the prompts file of its responses, or --all to use every prompt"
         )
-    return found
+    return held_out
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts that benchmarks report on, for a number tuned on them would be no result."""
+    """Raise `OptionError` for benchmark prompts: results on tuned prompts would be invalid."""
     if not prompts:
         raise OptionError("there are no prompts to calibrate on")
     reported = {prompt.turns[0] for prompt in load_prompts()}
     for prompt in prompts:
         if prompt.turns[0] in reported:
             raise OptionError(
-                f"prompt {prompt.id!r} is one of the benchmark's own; calibrate on others"
+                f"prompt {prompt.id!r} belongs to the benchmark; calibrate on other prompts"
             )

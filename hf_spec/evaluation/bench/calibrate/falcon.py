@@ -1,12 +1,12 @@
-"""The tree of a Falcon head, from measured acceptance and measured time (`hf-spec calibrate`).
+"""Calibration of a Falcon head's tree by acceptance and time (`hf-spec calibrate`).
 
-Acceptance: on answers that the head has not learned from, the rank of every true token in the list
-that drafting would have made, depth by depth; so the share of drafts in which any path is accepted
-is known exactly. Drafts from every place count alike, while a generation drafts where its last
-round ended, so its own tau may differ a little. Time: generations with trees of different size and
-depth say what a round costs on this machine. `best_tree` weighs one against the other (compare Gao
-et al. 2024, arXiv 2412.12639, section 3.3, whose trees were found by acceptance alone). Larger
-trees, of which only the likeliest paths are sent, then compete with it (see `falcon_rounds`).
+1. Acceptance: on held-out answers, record the rank of every true token in the draft list of its
+   depth. This gives the exact share of drafts in which a path is accepted. Drafts start at every
+   position, in a generation only where the last round ended, so tau may differ slightly.
+2. Time: generations with trees of several sizes and depths measure the cost of a round.
+3. `best_tree` maximizes accepted tokens per second (Gao et al. 2024, arXiv 2412.12639, section 3.3
+   choose trees by acceptance only).
+4. Larger trees of which only the likeliest paths are sent are compared with it (`falcon_rounds`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hf_spec.methods.falcon.tree_choice import max_depth
 from hf_spec.training.features import text_features
 from hf_spec.training.responses import Response
 
-# Tokens of the prompt in a timed run: so few that the first forward hardly counts.
+# Prompt tokens of a timed run; few, so that the prefill is negligible.
 PROMPT_TOKENS = 24
 
 
@@ -53,18 +53,18 @@ def calibrate_falcon(
     settings: TreeSettings,
     progress: Callable[[], None] = lambda: None,
 ) -> SpecAdapter:
-    """Write the fastest tree for this machine into the adapter in `folder`.
+    """Write the fastest tree on this machine into the adapter in `folder`.
 
-    `responses` are answers of the target that the head has not learned from; `progress` is called
-    after every answer, every timed run and every tree.
+    `responses` are answers of the target that are not in the training set of the head. `progress`
+    is called after every answer, every timed run and every tree.
 
     Returns:
-        The adapter as written; `options["tree"]` has the tree, `options["max_nodes"]` how much of
-        it is sent, `options["calibration"]` why.
+        The written adapter: `options["tree"]` is the tree, `options["max_nodes"]` the number of
+        nodes sent, `options["calibration"]` the measurements.
 
     Raises:
-        OptionError: if no answer is long enough, some answer prompts of the benchmarks, or nothing
-            is ever accepted.
+        OptionError: if no answer is long enough, an answer belongs to a benchmark prompt, or no
+            draft is accepted.
         AssistantError: if the adapter cannot be used.
     """
     check_answers(responses)
@@ -74,7 +74,7 @@ def calibrate_falcon(
     ranks = true_ranks(head, model, responses, settings, progress)
     accepted = accepted_paths(ranks, settings.num_ranks)
     if not accepted:
-        raise OptionError("the head never drafts a token that the target accepts; train it longer")
+        raise OptionError("the target accepts no token drafted by the head; train it longer")
     longest = max(responses, key=lambda response: len(response.response))
     seconds = time_rounds(head, model, longest.prompt, settings, progress)
     size = head.shape.block_size
@@ -86,7 +86,7 @@ def calibrate_falcon(
         rounds = record_rounds(model, head, tree, prompts, settings.new_tokens)
         choices.append(best_choice(rounds, seconds.verifying, settings.max_nodes))
         progress()
-    choice = max(choices, key=lambda one: one.tokens_per_second)
+    choice = max(choices, key=lambda choice: choice.tokens_per_second)
     options = {
         **adapter.options,
         "tree": [list(path) for path in choice.tree.paths],
@@ -101,7 +101,7 @@ def calibrate_falcon(
                 "tree": [list(path) for path in static.paths],
                 "tau": sum(accepted[path] for path in static.paths),
             },
-            "choices": [one.summary() for one in choices],
+            "choices": [choice.summary() for choice in choices],
             "best": choices.index(choice),
         },
     }
@@ -111,13 +111,12 @@ def calibrate_falcon(
 
 
 def check_answers(responses: Sequence[Response]) -> None:
-    """Refuse answers to prompts that benchmarks report on; a tree tuned on them proves nothing."""
+    """Raise `OptionError` for answers to benchmark prompts: tuned results would be invalid."""
     reported = {prompt.id for prompt in load_prompts()}
     for response in responses:
         if response.id in reported:
             raise OptionError(
-                f"answer {response.id!r} is to one of the benchmark's own prompts; calibrate on "
-                "others"
+                f"answer {response.id!r} belongs to a benchmark prompt; calibrate on other prompts"
             )
 
 
@@ -128,15 +127,15 @@ def true_ranks(
     settings: TreeSettings,
     progress: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """(drafts, depth) ranks of the true tokens, from every place of every answer.
+    """Return (drafts, depth) ranks of the true tokens, for drafts from every position of an answer.
 
-    The first token of an answer comes with the prompt's own forward, and after it begins the first
-    draft; the last draft has its whole depth still before it.
+    The first draft starts after the first token of an answer, which the prefill yields. The last
+    draft starts one full depth before the end.
 
     Raises:
         OptionError: if no answer is longer than a draft.
     """
-    found = []
+    ranks = []
     for response in responses:
         tokens = [*response.prompt, *response.response]
         first = max(len(response.prompt), head.shape.block_size)
@@ -144,49 +143,49 @@ def true_ranks(
         if starts:
             states = text_features(model, [response], head.hidden_layers)[0]
             features = head.fuse(states.split(head.hidden_size, dim=-1))
-            found.append(ranks_along(head, tokens, features, starts, settings.depth))
+            ranks.append(ranks_along(head, tokens, features, starts, settings.depth))
         progress()
-    if not found:
-        raise OptionError(f"no answer is longer than {settings.depth} tokens; give longer ones")
-    return torch.cat(found)
+    if not ranks:
+        raise OptionError(f"no answer is longer than {settings.depth} tokens; use longer answers")
+    return torch.cat(ranks)
 
 
 def accepted_paths(ranks: torch.Tensor, num_ranks: int) -> dict[rank_tree.Path, float]:
-    """Path -> the share of drafts whose true tokens have these ranks."""
+    """Return path -> share of drafts whose true tokens have these ranks."""
     counts: Counter[rank_tree.Path] = Counter()
     for row in ranks.tolist():
-        known = next((i for i, rank in enumerate(row) if not 0 <= rank < num_ranks), len(row))
-        counts.update(tuple(row[:depth]) for depth in range(1, known + 1))
+        length = next((i for i, rank in enumerate(row) if not 0 <= rank < num_ranks), len(row))
+        counts.update(tuple(row[:depth]) for depth in range(1, length + 1))
     return {path: count / len(ranks) for path, count in counts.items()}
 
 
 def shares_by_rank(ranks: torch.Tensor, num_ranks: int) -> list[list[float]]:
-    """Per depth and rank the share among drafts whose tokens above stood in the lists, if any."""
+    """Return by depth and rank the share of drafts, among those listed at all depths above."""
     inside = (ranks >= 0) & (ranks < num_ranks)
     shares = []
     alive = torch.ones(len(ranks), dtype=torch.bool)
     for depth in range(ranks.shape[1]):
-        mine = ranks[alive, depth]
-        counts = [int((mine == rank).sum()) for rank in range(num_ranks)]
-        shares.append([round(count / max(len(mine), 1), 4) for count in counts])
+        column = ranks[alive, depth]
+        counts = [int((column == rank).sum()) for rank in range(num_ranks)]
+        shares.append([round(count / max(len(column), 1), 4) for count in counts])
         alive = alive & inside[:, depth]
     return shares
 
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """What a round takes: seconds of all but drafting by nodes, and of drafting by passes."""
+    """Cost of a round: seconds without drafting by nodes, seconds of drafting by passes."""
 
     verify: dict[int, float]
     draft: dict[int, float]
 
     def cost(self, nodes: int, passes: int) -> float:
-        """Seconds of a round, straight lines between what was measured and beyond it."""
-        return self.verifying(nodes) + _between(self.draft, passes)
+        """Return the seconds of a round, by linear interpolation and extrapolation."""
+        return self.verifying(nodes) + _interpolate(self.draft, passes)
 
     def verifying(self, nodes: int) -> float:
-        """Seconds of a round but for drafting."""
-        return _between(self.verify, nodes)
+        """Return the seconds of a round without drafting."""
+        return _interpolate(self.verify, nodes)
 
 
 def time_rounds(
@@ -196,9 +195,9 @@ def time_rounds(
     settings: TreeSettings,
     progress: Callable[[], None] = lambda: None,
 ) -> RoundSeconds:
-    """Generate with trees of every size and with chains of every number of passes, in turn."""
+    """Time generations with trees of every size and chains of every number of passes."""
     size = head.shape.block_size
-    # Nothing beyond the largest tree that is tried, nor a list longer than the head's vocabulary.
+    # No tree is larger than `max_nodes`, and no list longer than the head's vocabulary.
     largest = min(settings.max_nodes, head.head.size)
     counts = sorted({largest, *(count for count in settings.node_counts if count < largest)})
     bushes = {count: bush(count, min(size, settings.depth)) for count in counts}
@@ -210,14 +209,14 @@ def time_rounds(
     for repeat in range(settings.repeats + 1):
         for table, trees in ((verify, bushes), (draft, chains)):
             for key, tree in trees.items():
-                way = {"spec_strategy": FalconConfig(tree=tree.paths), "assistant": head}
-                stats = generate_greedily(model, text, settings.new_tokens, **way)
+                method = {"spec_strategy": FalconConfig(tree=tree.paths), "assistant": head}
+                stats = generate_greedily(model, text, settings.new_tokens, **method)
                 if table is verify:
-                    spent = (stats.verify_seconds + stats.other_seconds) / stats.target_forwards
-                else:  # With the prompt nothing is drafted.
-                    spent = stats.draft_seconds / max(stats.target_forwards - 1, 1)
-                if repeat:  # The first round packs weights and warms caches.
-                    table[key].append(spent)
+                    seconds = (stats.verify_seconds + stats.other_seconds) / stats.target_forwards
+                else:  # The prefill has no draft.
+                    seconds = stats.draft_seconds / max(stats.target_forwards - 1, 1)
+                if repeat:  # The first repetition packs weights and warms caches.
+                    table[key].append(seconds)
                     progress()
     return RoundSeconds(
         {key: median(values) for key, values in verify.items()},
@@ -226,11 +225,11 @@ def time_rounds(
 
 
 def bush(num_nodes: int, depth: int) -> RankTree:
-    """A tree of one pass: a chain, as deep as there are nodes for, and siblings of its first."""
+    """Return a tree of one pass: a chain of at most `depth` nodes and siblings of its first."""
     chain = RankTree.chain(min(depth, num_nodes)).paths
     return RankTree.of([*chain, *((rank,) for rank in range(1, num_nodes - len(chain) + 1))])
 
 
-def _between(table: dict[int, float], at: int) -> float:
+def _interpolate(table: dict[int, float], at: int) -> float:
     sizes, seconds = zip(*sorted(table.items()), strict=True)
     return seconds[0] if len(sizes) == 1 else straight(sizes, seconds, at)

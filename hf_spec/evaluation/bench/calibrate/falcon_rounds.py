@@ -1,9 +1,9 @@
-"""What a drafted tree is worth when only its likeliest paths are sent to the target.
+"""Value of a drafted tree when only its likeliest paths are sent to the target.
 
-The head's own probabilities say which of the drafted paths are likely this time, so a larger tree
-can be drafted than is sent (compare Li et al. 2024, arXiv 2406.16858, section 4.2). How many nodes
-to send is read off real generations that send them all: the place of every accepted node in the
-order of likelihood tells what any smaller number would have brought.
+The head's probabilities select likely paths in each round, so the drafted tree can be larger than
+the sent one (compare Li et al. 2024, arXiv 2406.16858, section 4.2). The number of nodes to send is
+chosen from generations that send all: the likelihood ranks of the accepted nodes give the accepted
+tokens for every smaller number.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ from hf_spec.training.responses import Response
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds that sent the whole of a tree, and the seconds that drafting it took on average.
+    """Rounds that sent a whole tree.
 
-    `places` has per round and accepted node how many nodes were likelier, ascending.
+    Attributes:
+        ranks: per round the likelihood rank of each accepted node, ascending.
+        draft_seconds: mean time of drafting the tree.
     """
 
     tree: RankTree
-    places: list[list[int]]
+    ranks: list[list[int]]
     draft_seconds: float
 
     def tokens(self, count: int) -> float:
-        """Tokens per round, the target's own included, if the `count` likeliest nodes are sent."""
-        accepted = sum(place < count for places in self.places for place in places)
-        return 1 + accepted / max(len(self.places), 1)
+        """Return tokens per round, bonus included, if the `count` likeliest nodes are sent."""
+        accepted = sum(rank < count for ranks in self.ranks for rank in ranks)
+        return 1 + accepted / max(len(self.ranks), 1)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A drafted tree, how many nodes of it are sent, and what that brings after the prompt."""
+    """Drafted tree with its number of sent nodes, and the speed reached with it."""
 
     tree: RankTree
     max_nodes: int
@@ -52,7 +54,7 @@ class Choice:
     tokens_per_second: float
 
     def summary(self) -> dict[str, float]:
-        """The same with the tree's sizes for the tree."""
+        """Return JSON values, with the sizes of the tree instead of its paths."""
         return {
             "drafted": len(self.tree),
             "depth": self.tree.height,
@@ -65,10 +67,10 @@ class Choice:
 def generate_greedily(
     model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, **method: Any
 ) -> SpecStats:
-    """The statistics of a greedy generation, which `method` makes speculate."""
+    """Return the statistics of a greedy generation with the strategy in `method`."""
     ids = torch.tensor([prompt])
     stats = speculative(model, ids, new_tokens, torch.ones_like(ids), **method).stats
-    assert stats is not None, "our own strategies count"
+    assert stats is not None, "our strategies return statistics"
     return stats
 
 
@@ -79,45 +81,45 @@ def record_rounds(
     responses: Sequence[Response],
     new_tokens: int,
 ) -> Rounds:
-    """Generate answers to the prompts of `responses`, greedily, sending all of `tree`."""
+    """Generate greedily from the prompts of `responses`, sending the whole `tree`."""
     config = FalconConfig(tree=tree.paths, length_policy="static")
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "return_dict_in_generate": True}
-    places: list[list[int]] = []
+    ranks: list[list[int]] = []
     seconds = 0.0
     for response in responses:
         ids = torch.tensor([response.prompt], device=model.device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         output, rounds = trace.record_rounds(model, inputs, config, head, **settings)
         seconds += output.spec_stats.draft_seconds
-        # The prompt's own forward and the last token's have no draft.
-        verdicts = (one.verdict for one in rounds if one.verdict.tree.num_nodes > 1)
-        places += map(accepted_places, verdicts)
-    return Rounds(tree, places, seconds / max(len(places), 1))
+        # The prefill and the round of the last token have no draft.
+        verdicts = (r.verdict for r in rounds if r.verdict.tree.num_nodes > 1)
+        ranks += map(accepted_ranks, verdicts)
+    return Rounds(tree, ranks, seconds / max(len(ranks), 1))
 
 
-def accepted_places(verdict: Verdict) -> list[int]:
-    """Of each accepted node of one row how many nodes were likelier, ascending."""
-    assert verdict.tree.node_probs is not None, "the head's drafts carry their probabilities"
+def accepted_ranks(verdict: Verdict) -> list[int]:
+    """Return for each accepted node of row 0 the number of likelier nodes, ascending."""
+    assert verdict.tree.node_probs is not None, "drafts of a head have probabilities"
     order = by_likelihood(verdict.tree.parent, verdict.tree.node_probs)
-    place = {node: index for index, node in enumerate(order[1:])}
-    return sorted(place[node] for node in verdict.accepted[0])
+    rank = {node: index for index, node in enumerate(order[1:])}
+    return sorted(rank[node] for node in verdict.accepted[0])
 
 
 def candidates(
     accepted: Mapping[Path, float], block_size: int, depth: int, sizes: Sequence[int]
 ) -> list[RankTree]:
-    """Trees of every number of passes and every size, of the most accepted paths each."""
-    found = []
+    """Return trees of the most accepted paths, for every number of passes and every size."""
+    trees = []
     for num_passes in range(1, -(-depth // block_size) + 1):
         ranked = likeliest_paths(accepted, num_passes * block_size)
-        found += [RankTree.of(ranked[:size]) for size in sizes if ranked]
-    return list(dict.fromkeys(found))
+        trees += [RankTree.of(ranked[:size]) for size in sizes if ranked]
+    return list(dict.fromkeys(trees))
 
 
 def best_choice(rounds: Rounds, verify_seconds: Callable[[int], float], max_nodes: int) -> Choice:
-    """How much of a tree, up to `max_nodes`, to send for the most tokens per second.
+    """Return the number of nodes to send, up to `max_nodes`, with the most tokens per second.
 
-    `verify_seconds` says what a round with so many nodes takes, drafting excluded.
+    `verify_seconds` returns the seconds of a round with N nodes, without drafting.
     """
     choices = []
     for count in range(1, min(len(rounds.tree), max_nodes) + 1):

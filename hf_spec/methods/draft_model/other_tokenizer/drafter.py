@@ -34,7 +34,7 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict, likeliest
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.methods.draft_model.other_tokenizer.draft_text import DraftText
 from hf_spec.methods.draft_model.other_tokenizer.text_tokens import (
@@ -103,7 +103,7 @@ class TranslatingDrafter(DraftModelDrafter):
         room = {}
         for row, limit in limits.items():
             ids = self._texts[row].read(tokens[row])
-            stored = self._ran[row][: self._runner.stored[row]]
+            stored = self._ran[row][: self._runner.rows.stored[row]]
             common = common_length(stored, ids[:-1])
             self._runner.shorten(row, common)
             self.ids[row] = ids

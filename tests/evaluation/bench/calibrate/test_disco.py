@@ -17,10 +17,12 @@ from hf_spec.adapters.folder import load_adapter
 from hf_spec.common.outputs import RowStats, SpecStats
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.calibrate.disco import (
+    ForwardCounts,
     calibrate_disco,
     check_prompts,
-    count_forwards,
+    compare_by_forwards,
     fastest,
+    seconds_at_median_cost,
     tabulate,
     validation_prompts,
 )
@@ -62,13 +64,13 @@ def test_the_best_pair_goes_into_the_adapter(tmp_path: Path) -> None:
     made = calibrate_disco(
         model, words(), tmp_path, PROMPTS, SETTINGS, progress=lambda: ticks.append(1)
     )
-    assert len(ticks) == SETTINGS.num_ways * len(PROMPTS) * SETTINGS.repeats
+    assert len(ticks) == SETTINGS.num_contenders * len(PROMPTS) * SETTINGS.repeats
     adapter = load_adapter(tmp_path)
     assert adapter.options == json.loads(json.dumps(made.options))
     assert "`disco`" in (tmp_path / "README.md").read_text()
     options, calibration = adapter.options, adapter.options["calibration"]
     table = calibration["table"]
-    assert len(table) == SETTINGS.num_ways == 1 + 4 + 2
+    assert len(table) == SETTINGS.num_contenders == 1 + 4 + 2
     ours = [name for name in table if name.startswith("threshold")]
     best = max(ours, key=lambda name: table[name]["ratio"])
     assert calibration["best"] == best
@@ -98,7 +100,7 @@ def test_the_table_is_a_median_of_medians() -> None:
     assert fastest(table, ["a"]) == "a"
 
 
-def test_forwards_at_one_price_do_not_feel_a_slow_moment() -> None:
+def test_forwards_at_their_median_cost_do_not_depend_on_a_slow_moment() -> None:
     def run(name: str, prompt: str, forwards: int, levels: int, slow: float = 1.0) -> Record:
         stats = SpecStats([], draft_forwards=levels)
         stats.verify_seconds, stats.draft_seconds = slow * forwards, slow * 0.1 * levels
@@ -112,7 +114,7 @@ def test_forwards_at_one_price_do_not_feel_a_slow_moment() -> None:
         run("a", "q", 20, 20),
         run("b", "q", 20, 0),
     ]
-    table = count_forwards(records, {"b": "disco"})
+    table = compare_by_forwards(records, {"b": "disco"})
     assert table["reference"]["ratio_at_one_price"] == 1
     assert table["a"]["ratio_at_one_price"] == pytest.approx(15 / 11)
     # Over prompts the median of 1 and 1.5.
@@ -140,21 +142,35 @@ def test_no_further_prompt_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
     settings = replace(SETTINGS, seconds=1e-6)
     found = calibrate_disco(model, words(), tmp_path, PROMPTS, settings).options["calibration"]
     assert found["prompts"] == ["v0"]
-    assert len(found["table"]) == SETTINGS.num_ways
+    assert len(found["table"]) == SETTINGS.num_contenders
 
 
 def test_only_prompts_that_were_held_back(tmp_path: Path) -> None:
     save_disco_adapter(tmp_path, build("llama"), validation_prompts=["v1", "v7"])
     adapter = load_adapter(tmp_path)
     assert validation_prompts(adapter, PROMPTS) == PROMPTS[1:]
-    with pytest.raises(OptionError, match="none of the 1 prompts was held back"):
+    with pytest.raises(OptionError, match="none of the 1 prompts is in the held-out set"):
         validation_prompts(adapter, PROMPTS[:1])
 
 
 def test_prompts_of_the_benchmark_are_refused(tmp_path: Path) -> None:
     theirs = load_prompts()[3]
     renamed = Prompt("mine", "x", theirs.turns)
-    with pytest.raises(OptionError, match="prompt 'mine' is one of the benchmark's own"):
+    with pytest.raises(OptionError, match="prompt 'mine' belongs to the benchmark"):
         check_prompts([*PROMPTS, renamed])
     with pytest.raises(OptionError, match="no prompts"):
         calibrate_disco(build("llama"), words(), tmp_path, [], SETTINGS)
+
+
+def test_forwards_count_and_not_the_seconds_of_one_generation() -> None:
+    generations = [
+        ForwardCounts("static", 10, 1.0, 20, 0.2),
+        # The same forwards in a slow moment.
+        ForwardCounts("static", 10, 3.0, 20, 0.9),
+        ForwardCounts("static", 5, 0.5, 40, 0.4),
+        ForwardCounts("disco", 8, 0.8, 10, 0.3),
+        ForwardCounts("none", 12, 1.2, 0, 0.0),
+    ]
+    costs = seconds_at_median_cost(generations)
+    # Verifying costs 0.1 each, a level 0.01, and 0.03 with a classifier.
+    assert costs == pytest.approx([1.2, 1.2, 0.9, 1.1, 1.2])

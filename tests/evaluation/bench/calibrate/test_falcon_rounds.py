@@ -37,28 +37,28 @@ class TestRounds:
         rounds = record_rounds(
             build("llama"), head, RankTree.chain(3), [response(settled_prompt("llama"))], NEW_TOKENS
         )
-        accepted = [len(places) for places in rounds.places]
-        assert all(places == list(range(len(places))) for places in rounds.places)
+        accepted = [len(ranks) for ranks in rounds.ranks]
+        assert all(ranks == list(range(len(ranks))) for ranks in rounds.ranks)
         # The last token may come without a draft.
         assert NEW_TOKENS - (sum(accepted) + len(accepted) + 1) in {0, 1}
         assert rounds.tokens(3) == 1 + sum(accepted) / len(accepted)
         assert rounds.tokens(1) == 1 + sum(map(bool, accepted)) / len(accepted)
         assert rounds.draft_seconds > 0
 
-    def test_places_are_those_of_the_paths_that_would_be_sent(self) -> None:
+    def test_ranks_are_those_of_the_paths_that_would_be_sent(self) -> None:
         model, prompt = build("llama"), repetitive_prompt()
         for head in (knowing_head(1), random_head("llama", 1, 1)):
             whole = record_rounds(model, head, BUSHY, [response(prompt)], NEW_TOKENS)
             for count in (1, 3, 6, 12):
                 found = first_round(head, prompt, count)
-                assert found == sum(place < count for place in whole.places[0])
+                assert found == sum(rank < count for rank in whole.ranks[0])
 
     def test_a_batch_is_no_matter(self) -> None:
         prompts = [response(repetitive_prompt()), response(settled_prompt("llama"))]
         head = knowing_head(2)
         both = record_rounds(build("llama"), head, TREE, prompts, 12)
-        alone = [record_rounds(build("llama"), head, TREE, [one], 12).places for one in prompts]
-        assert both.places == [*alone[0], *alone[1]]
+        alone = [record_rounds(build("llama"), head, TREE, [one], 12).ranks for one in prompts]
+        assert both.ranks == [*alone[0], *alone[1]]
 
 
 def first_round(head: FalconHead, prompt: Any, count: int) -> int:

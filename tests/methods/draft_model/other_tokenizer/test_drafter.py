@@ -11,7 +11,7 @@ import hf_spec
 from hf_spec import DraftConfig, GsdConfig, OptionError, TreeConfig
 from hf_spec.drafting.length_policy import make_policy
 from hf_spec.engine.decode import drafter as drafter_module
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.other_tokenizer.drafter import make_translated
 from tests import test_distribution as chi
 from tests.biased_rules import NoResidual, RedrawnBonus

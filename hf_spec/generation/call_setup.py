@@ -1,0 +1,136 @@
+"""Resolve a call before anything runs: strategy, settings, drafter and stop strings."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation import StoppingCriteriaList, StopStringCriteria
+
+from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.models.support_checks import check_model
+from hf_spec.generation.assisted_settings import (
+    check_assisted,
+    generation_configs,
+    warn_of_stored,
+)
+from hf_spec.generation.call_checks import Settings, check_callables, check_settings
+from hf_spec.generation.compiling import warm_up
+from hf_spec.generation.target_checks import (
+    check_cache_length,
+    check_evaluation,
+    check_input_scales,
+)
+from hf_spec.methods.auto.known_drafters import known_drafters
+from hf_spec.methods.draft_model.other_tokenizer.assistant import with_tokenizers
+from hf_spec.methods.draft_model.trained import METHOD as DRAFT
+from hf_spec.methods.loading import find_assistant
+from hf_spec.methods.registry import make_drafter, parse_strategy
+
+# Arguments of generate() for other decoding methods, and what to do instead.
+UNSUPPORTED_ARGUMENTS = {
+    "assistant_model": "pass the draft model as assistant=; for transformers' own assisted "
+    "decoding set model.generation_config.spec_strategy = None",
+    "custom_generate": "it replaces the decoding loop, and so does spec_strategy; leave one out",
+    "negative_prompt_ids": "classifier-free guidance is not supported; leave it out",
+    "negative_prompt_attention_mask": "classifier-free guidance is not supported; leave it out",
+    "synced_gpus": "FSDP and ZeRO-3 are not supported; generate without spec_strategy",
+    "inputs_embeds": "pass the prompt as input_ids",
+}
+
+
+def resolve_call(
+    model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]
+) -> tuple[StrategyConfig, Settings]:
+    """Return the strategy and the settings of a call, after checking both and the target."""
+    config = parse_strategy(strategy)
+    for name, remedy in UNSUPPORTED_ARGUMENTS.items():
+        if arguments.get(name) is not None and arguments[name] is not False:
+            raise UnsupportedError(f"{name}= cannot be combined with spec_strategy: {remedy}")
+    _check_misplaced(config, arguments)
+    check_callables(arguments)
+    check_assisted(config, model, arguments)
+    check_model(model)
+    check_cache_length(model, arguments)
+    check_input_scales(model)
+    check_evaluation(model)
+    settings = Settings(model, arguments)
+    check_settings(settings)
+    return config, settings
+
+
+def _check_misplaced(config: StrategyConfig, arguments: dict[str, Any]) -> None:
+    """Raise an error for an option of the strategy among the arguments of `generate()`."""
+    options = {option.name for option in dataclasses.fields(config)}
+    if misplaced := sorted(options & arguments.keys()):
+        name = misplaced[0]
+        raise OptionError(
+            f"{name}= is an option of the strategy, not of generate(): "
+            f"spec_strategy={type(config).__name__}({name}={arguments[name]!r})"
+        )
+
+
+def without_static_cache(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which `generate()` allocates no static cache next to the pool."""
+    static = settings["cache_implementation"] == "static"
+    return {**arguments, "cache_implementation": None} if static else arguments
+
+
+def build_drafter(
+    config: StrategyConfig, model: PreTrainedModel, assistant: Any, arguments: dict[str, Any]
+) -> Drafter:
+    """Return the drafter of a call; `arguments` has the tokenizers. Compiles the target if asked.
+
+    Raises:
+        AssistantError: the assistant is missing or does not fit the target.
+    """
+    assistant = find_assistant(assistant, model, config.adapter_methods)
+    for stored in generation_configs(assistant):
+        warn_of_stored(config, "assistant.generation_config", stored)
+    if config.needs_assistant and assistant is None:
+        raise AssistantError(
+            f"spec_strategy={config.strategy!r} needs assistant={_assistant_hint(config)}"
+        )
+    tokenizers = (arguments.get(name) for name in ("tokenizer", "assistant_tokenizer"))
+    drafter = make_drafter(config, model, with_tokenizers(config, assistant, *tokenizers))
+    drafter.compile = config.compile
+    if config.compile:
+        warm_up(model)
+    return drafter
+
+
+def _assistant_hint(config: StrategyConfig) -> str:
+    """Return what the assistant of a strategy is, and how to get one."""
+    methods = config.adapter_methods or ()
+    if DRAFT in methods:
+        return "<model, folder or Hub id>, for instance hf_spec.truncated_draft(model, num_layers)"
+    if methods:
+        return f"<folder or Hub id of an adapter>; train one with `hf-spec train {methods[0]}`"
+    if any(drafter.strategy == config.strategy for drafter in known_drafters()):
+        return "<folder or Hub id>; hf_spec.heads_for(model) names published ones"
+    return ""
+
+
+def stop_strings_to_criteria(strings: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments without tokenizers, with a stopping criterion for the stop strings.
+
+    `generate()` does not pass the tokenizers on to `custom_generate`.
+    """
+    arguments = dict(arguments)
+    arguments.pop("assistant_tokenizer", None)
+    tokenizer = arguments.pop("tokenizer", None)
+    if strings is None:
+        return arguments
+    if tokenizer is None:
+        raise OptionError(
+            f"stop_strings={strings!r} need the model's tokenizer: generate(..., "
+            "tokenizer=tokenizer)"
+        )
+    criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
+    # As in plain generate(), the caller's criterion takes precedence over the setting.
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+    return {**arguments, "stopping_criteria": criteria, "stop_strings": None}
