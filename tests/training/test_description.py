@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_spec.common.settings import described
+from hf_spec.common.settings import setting_fields
 from hf_spec.training.description import FeatureOptions, StartOptions, TeacherOptions, Training
 from hf_spec.training.settings import TrainSettings
 
@@ -22,4 +22,4 @@ def test_options_follow_from_what_is_read() -> None:
 
 def test_options_are_explained() -> None:
     for kind in (TeacherOptions, FeatureOptions, StartOptions):
-        assert all(setting.help for setting in described(kind))
+        assert all(setting.help for setting in setting_fields(kind))
