@@ -163,7 +163,7 @@ class NormedHead(FewTokensHead):
         self.size = scores.weight.shape[0]
         self.register_buffer("vocabulary", vocabulary, persistent=False)
 
-    def known(self, hidden: Tensor) -> Tensor:
+    def draft_logits(self, hidden: Tensor) -> Tensor:
         """(..., h) -> (..., R) logits of the tokens in `vocabulary`."""
         normed = self.norm(hidden)
         return self.scores(normed.to(self.scores.weight.dtype))
