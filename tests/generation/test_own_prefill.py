@@ -132,10 +132,10 @@ def test_the_round_leaves_what_an_ordinary_one_leaves() -> None:
     for one, other in zip(mine[3], usual[3], strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     assert (mine[4].tokens_run, mine[4].padding_run) == (18, 5)
-    for layer, keys in usual[4].pool.keys.items():
+    for layer, keys in usual[4].rows.pool.keys.items():
         for row, length in enumerate(usual[1]):
             torch.testing.assert_close(
-                mine[4].pool.keys[layer][row, :, :length], keys[row, :, :length]
+                mine[4].rows.pool.keys[layer][row, :, :length], keys[row, :, :length]
             )
 
 
