@@ -95,7 +95,7 @@ class TestFalcon:
         responses.write_text(responses.read_text().replace('"p3"', json.dumps(theirs)))
         result = run(*command, "--responses", responses, *self.FEW)
         assert result.exit_code == 2
-        assert "benchmark's own" in " ".join(result.output.replace("│", " ").split())
+        assert "belongs to a benchmark prompt" in " ".join(result.output.replace("│", " ").split())
         assert "Traceback" not in result.output
 
 
