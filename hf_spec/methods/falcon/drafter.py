@@ -9,6 +9,7 @@ The draft depends on committed tokens and features only, so node draw verifies i
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -160,22 +161,22 @@ class FalconDrafter(PairDrafter):
         outputs = self.run_blocks(state, growth).view(num_rows, -1, self.head.hidden_size)
         if index is not None:
             outputs = outputs[:, index]
-        parts: list[Tensor] = list(
-            self._runner.top_tokens(outputs.flatten(0, 1), self.shape.num_ranks)
+        tokens, chances, probs = self._runner.top_tokens(
+            outputs.flatten(0, 1), self.shape.num_ranks
         )
-        probs = parts.pop()
+        scores: Tensor | None = None
         if self.policy_stops:
             depths = [growth.depth + output % size for output in lists.outputs]
             positions = [state.generated[row] + depth for row in growth.rows for depth in depths]
             scores = self.policy.score(probs, positions)
-            parts += [scores] if scores is not None else []
-        by_row = [part.view(num_rows, len(lists.outputs), *part.shape[1:]) for part in parts]
-        if places is not None:
-            by_row = [part[:, places] for part in by_row]
-        tokens, chances, *scored = (
-            part.reshape(-1, lists.num_levels, *part.shape[2:]) for part in by_row
-        )
-        return NextTokens(tokens, chances, scores=scored[0] if scored else None)
+
+        def by_level(part: Tensor) -> Tensor:
+            by_row = part.view(num_rows, len(lists.outputs), *part.shape[1:])
+            by_row = by_row if places is None else by_row[:, places]
+            return by_row.reshape(-1, lists.num_levels, *part.shape[1:])
+
+        scored = None if scores is None else by_level(scores)
+        return NextTokens(by_level(tokens), by_level(chances), scores=scored)
 
     def choose_nodes(self, draft: RowGrowth, limit: int) -> UnmergedTree:
         """Return the most probable nodes of a draft, in the order of the tree."""
@@ -208,7 +209,8 @@ class UsedLists:
     places: Tensor | None
 
 
-def used_lists(tree: RankTree, block_size: int) -> list[UsedLists]:
+@functools.lru_cache(maxsize=64)
+def used_lists(tree: RankTree, block_size: int) -> tuple[UsedLists, ...]:
     """Return what each pass over a tree reads, with a head that predicts `block_size` levels."""
     passes = []
     for depth in range(0, tree.height, block_size):
@@ -227,4 +229,4 @@ def used_lists(tree: RankTree, block_size: int) -> list[UsedLists]:
                 torch.tensor([place_of.get(s, 0) for s in slots]) if used != slots else None,
             )
         )
-    return passes
+    return tuple(passes)
