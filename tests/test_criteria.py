@@ -222,11 +222,11 @@ def test_rows_that_end_each_other_are_sampled_from_their_joint_distribution(stra
 
 
 def test_an_answer_that_comes_a_step_late_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    works, last = StopRules.ask, [[False] * 2 * PAIRS]
+    works, last = StopRules.end_rows, [[False] * 2 * PAIRS]
 
-    def ask(self: StopRules, input_ids: Tensor, scores: Any) -> list[bool]:
+    def end_rows(self: StopRules, input_ids: Tensor, scores: Any) -> list[bool]:
         late, last[0] = last[0], works(self, input_ids, scores)
         return late
 
-    monkeypatch.setattr(StopRules, "ask", ask)
+    monkeypatch.setattr(StopRules, "end_rows", end_rows)
     assert pairs_p_value("lookup") < test_distribution.REJECTED
