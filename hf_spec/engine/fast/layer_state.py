@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -94,6 +94,7 @@ class LayerState:
         # Classes and functions whose code the layers run.
         self._roots: dict[types.FunctionType | type, None] = {}
         self._sizes: list[int] = []
+        self._stored: list[Any] = []
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
 
@@ -127,17 +128,18 @@ class LayerState:
             # Also after an error: layers that run uncompiled are looked at again only if something
             # that was read until then has changed.
             self._sizes = [*map(len, self._sized)]
-            self._tensors = [t for t in self._stored() if t is not None]
+            self._stored = [*chain.from_iterable(map(dict.values, self._stores))]
+            self._tensors = [t for t in self._stored if t is not None]
             self._addresses = [*map(Tensor.data_ptr, self._tensors)]
 
     def holds(self) -> bool:
         """Return True if everything is as it was when the layers were added."""
         if [*map(len, self._sized)] != self._sizes or any(self._hooks):
             return False
-        tensors = [t for t in self._stored() if t is not None]
-        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+        # The containers have as many entries as before, so no sequence here is longer.
+        if not all(map(is_, chain.from_iterable(map(dict.values, self._stores)), self._stored)):
             return False
-        if [*map(Tensor.data_ptr, tensors)] != self._addresses:
+        if [*map(Tensor.data_ptr, self._tensors)] != self._addresses:
             return False
         try:
             values = [read(source) for read, source in self._views]
@@ -182,9 +184,6 @@ class LayerState:
         """Watch the objects that `read(source)` gives."""
         self._views.append((read, source))
         self._seen += read(source)
-
-    def _stored(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._stores))
 
     def _watch_tensors(self, module: nn.Module) -> None:
         for store in (module._parameters, module._buffers):
