@@ -15,7 +15,7 @@ from torch import nn
 import hf_spec
 from hf_spec import UnsupportedError
 from hf_spec.adapters.folder import BaseModel, save_adapter
-from hf_spec.backend.cpu.packed_copies import cpu_packing_bytes
+from hf_spec.backend.cpu.packed_weights import cpu_packing_bytes
 from hf_spec.backend.device.placement import dense_copy
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.methods.draft_model.trained import TrainableDraft

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hf_spec.backend.cpu.layer_text import ProgramText
+from hf_spec.backend.cpu.layer_text import LayerText
 from hf_spec.backend.cpu.layer_values import (
     ELEMENTWISE,
     TOKENS,
@@ -47,7 +47,7 @@ SIZES: dict[Any, Callable[..., int]] = {
 
 
 @dataclass(frozen=True)
-class ProductPlan:
+class LinearPlan:
     """A product: the input of the program that is its weight, and its rows for every token."""
 
     weight: int
@@ -82,7 +82,7 @@ class LayerSource:
     """
 
     text: str
-    products: tuple[ProductPlan, ...]
+    products: tuple[LinearPlan, ...]
     attention: AttentionPlan | None
     outputs: tuple[tuple[torch.Size, torch.dtype], ...]
 
@@ -96,7 +96,7 @@ def layer_source(graph: fx.Graph, num_constants: int = 0) -> LayerSource:
     Raises:
         SourceError: if there is no C++ for some of it.
     """
-    text = ProgramText()
+    text = LayerText()
     writer = _Writer(text, num_constants)
     outputs: Sequence[Value] = ()
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -107,7 +107,7 @@ def layer_source(graph: fx.Graph, num_constants: int = 0) -> LayerSource:
         elif node.op == "output":
             outputs = [writer.give_back(*given) for given in enumerate(node.args[0])]
     described = tuple((value.shape, value.dtype) for value in outputs)
-    products = tuple(writer.products)
+    products = tuple(writer.linears)
     return LayerSource(text.whole(), products, writer.attention, described)
 
 
@@ -118,9 +118,9 @@ class _Writer:
         products, attention: see `LayerSource`.
     """
 
-    def __init__(self, text: ProgramText, num_constants: int) -> None:
+    def __init__(self, text: LayerText, num_constants: int) -> None:
         self._num_constants = num_constants
-        self.products: list[ProductPlan] = []
+        self.products: list[LinearPlan] = []
         self.attention: AttentionPlan | None = None
         self._values: dict[fx.Node, Any] = {}
         self._text = text
@@ -299,7 +299,7 @@ class _Writer:
         leaf = self._text.in_memory(states, lambda form: form.movedim(tokens, 0).is_contiguous())
         shape = torch.Size([*states.shape[:-1], outputs])
         to, index = self._text.memory(shape, states.dtype), len(self.products)
-        self.products.append(ProductPlan(numbers[0], shape.numel() // outputs // TOKENS))
+        self.products.append(LinearPlan(numbers[0], shape.numel() // outputs // TOKENS))
         added = "nullptr" if numbers[1] is None else self._argument(numbers[1])
         self._text.for_all(
             f"multiply(weights[{index}], {leaf.address}, {added}, {to.address}, "
