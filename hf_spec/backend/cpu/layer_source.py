@@ -76,13 +76,13 @@ class LayerSource:
 
     Attributes:
         text: the source; its function is `run`.
-        products: in the order of its table.
+        linears: its linear layers, in the order of its table of weights.
         attention: None in a layer without any.
         outputs: shapes with `TOKENS` for the number of tokens, and dtypes.
     """
 
     text: str
-    products: tuple[LinearPlan, ...]
+    linears: tuple[LinearPlan, ...]
     attention: AttentionPlan | None
     outputs: tuple[tuple[torch.Size, torch.dtype], ...]
 
@@ -107,20 +107,20 @@ def layer_source(graph: fx.Graph, num_constants: int = 0) -> LayerSource:
         elif node.op == "output":
             outputs = [writer.give_back(*given) for given in enumerate(node.args[0])]
     described = tuple((value.shape, value.dtype) for value in outputs)
-    products = tuple(writer.linears)
-    return LayerSource(text.whole(), products, writer.attention, described)
+    linears = tuple(writer.linears)
+    return LayerSource(text.whole(), linears, writer.attention, described)
 
 
 class _Writer:
     """Writes the nodes of a graph one after the other.
 
     Attributes:
-        products, attention: see `LayerSource`.
+        linears, attention: see `LayerSource`.
     """
 
     def __init__(self, text: LayerText, num_constants: int) -> None:
         self._num_constants = num_constants
-        self.products: list[LinearPlan] = []
+        self.linears: list[LinearPlan] = []
         self.attention: AttentionPlan | None = None
         self._values: dict[fx.Node, Any] = {}
         self._text = text
@@ -298,12 +298,12 @@ class _Writer:
             raise SourceError("it multiplies something else than states with weights")
         leaf = self._text.in_memory(states, lambda form: form.movedim(tokens, 0).is_contiguous())
         shape = torch.Size([*states.shape[:-1], outputs])
-        to, index = self._text.memory(shape, states.dtype), len(self.products)
-        self.products.append(LinearPlan(numbers[0], shape.numel() // outputs // TOKENS))
+        to, index = self._text.memory(shape, states.dtype), len(self.linears)
+        self.linears.append(LinearPlan(numbers[0], shape.numel() // outputs // TOKENS))
         added = "nullptr" if numbers[1] is None else self._argument(numbers[1])
         self._text.for_all(
             f"multiply(weights[{index}], {leaf.address}, {added}, {to.address}, "
-            f"{self.products[-1].rows} * tokens, {inputs}, {outputs}, threads);",
+            f"{self.linears[-1].rows} * tokens, {inputs}, {outputs}, threads);",
             [leaf, to],
         )
         return Value.of(to, states.dtype)

@@ -29,8 +29,8 @@ def check_sharding(model: PreTrainedModel) -> None:
     if _is_fully_sharded(model):
         raise UnsupportedError(
             f"{name} is sharded by FSDP or ZeRO-3: its processes run different inputs, so they "
-            "would need different numbers of forward passes; generate with tp_plan='auto', or with the "
-            "whole model in every process"
+            "would need different numbers of forward passes; generate with tp_plan='auto', or with "
+            "the whole model in every process"
         )
     plan: Any = getattr(model.config, "distributed_config", None)
     if getattr(plan, "pp_size", 1) > 1:

@@ -54,7 +54,7 @@ def test_a_dense_copy_of_what_is_quantized() -> None:
     assert isinstance(layers[0], Halves)
     given = torch.randn(4, 3)
     torch.testing.assert_close(copied(given), layers(given))
-    with pytest.raises(UnsupportedError, match="leave embedding and head out"):
+    with pytest.raises(UnsupportedError, match="exclude embedding and head"):
         weight_rows(layers[0])
 
 
