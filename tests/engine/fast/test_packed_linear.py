@@ -562,7 +562,7 @@ class TestRounded:
 
         monkeypatch.setattr(cpu_linear, "MIN_WEIGHT_ELEMENTS", 1)
         monkeypatch.setattr(packed_weights, "pack_rounded", spoiled)
-        monkeypatch.setattr(cpu_linear, "packed_gemm", product)
+        monkeypatch.setattr(cpu_linear, "gemm", product)
         model, prompt = tiny_models.build("llama"), tiny_models.settled_prompt("llama")
         call = {"max_new_tokens": 12, "do_sample": False}
         plain = model.generate(prompt, **call)
