@@ -1,7 +1,7 @@
 """What `hf_spec` itself exports; importing it enables `spec_strategy=` and `assistant=`."""
 
 from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
+from hf_spec.backend.cpu.packed_weights import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
 from hf_spec.backend.device.capture import set_cuda_graphs
 from hf_spec.common.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.common.outputs import (

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.backend.cpu import packed_products
-from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, set_cpu_packing
+from hf_spec.backend.cpu import packed_gemm
+from hf_spec.backend.cpu.packed_weights import clear_cpu_packing, set_cpu_packing
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 
 WIDTH = 256
@@ -24,8 +24,8 @@ def nothing_packed() -> Iterator[None]:
     yield
     set_cpu_packing("auto")
     clear_cpu_packing()
-    packed_products.served.clear()
-    packed_products._most_rows.cache_clear()
+    packed_gemm.served.clear()
+    packed_gemm._most_rows.cache_clear()
 
 
 class Tied(nn.Module):

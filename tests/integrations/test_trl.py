@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_spec
 from hf_spec import SpecStats, UnsupportedError, collect_stats
-from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
+from hf_spec.backend.cpu.packed_weights import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
 from hf_spec.evaluation.lossless.distribution import chi_square
 from tests import tiny_models
 

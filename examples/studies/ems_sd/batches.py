@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.ems_sd.batch_report import markdown, plot, summary
 from hf_spec import DraftConfig, LookupConfig
-from hf_spec.backend.cpu.packed_copies import MODES, set_cpu_packing
+from hf_spec.backend.cpu.packed_weights import MODES, set_cpu_packing
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.outputs import SpecStats

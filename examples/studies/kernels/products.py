@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.studies import timing
-from hf_spec.backend.cpu.packed_products import ONEDNN, OWN, ROUNDED, Form, obstacle
+from hf_spec.backend.cpu.packed_gemm import ONEDNN, OWN, ROUNDED, Form, obstacle
 from hf_spec.evaluation.bench.tables import Table
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 48, 200)
@@ -35,7 +35,7 @@ def products_of(weights: Sequence[Tensor]) -> dict[str, list[Product]]:
 
     def packed_by(form: Form, weight: Tensor) -> Product:
         packed = form.pack(weight)
-        return lambda states: form.product(states, packed)
+        return lambda states: form.gemm(states, packed)
 
     forms: dict[str, list[Product]]
     forms = {"F.linear": [partial(F.linear, weight=weight) for weight in weights]}

@@ -1,1 +1,1 @@
-"""What a CPU computes fast: products of packed weights, and C++ of decoder layers."""
+"""Linear layers with packed weights, and C++ generated for decoder layers."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hf_spec.backend.cpu.layer_text import ProgramText
+from hf_spec.backend.cpu.layer_text import LayerText
 from hf_spec.backend.cpu.layer_values import (
     ELEMENTWISE,
     TOKENS,
@@ -47,7 +47,7 @@ SIZES: dict[Any, Callable[..., int]] = {
 
 
 @dataclass(frozen=True)
-class ProductPlan:
+class LinearPlan:
     """A product: the input of the program that is its weight, and its rows for every token."""
 
     weight: int
@@ -76,13 +76,13 @@ class LayerSource:
 
     Attributes:
         text: the source; its function is `run`.
-        products: in the order of its table.
+        linears: its linear layers, in the order of its table of weights.
         attention: None in a layer without any.
         outputs: shapes with `TOKENS` for the number of tokens, and dtypes.
     """
 
     text: str
-    products: tuple[ProductPlan, ...]
+    linears: tuple[LinearPlan, ...]
     attention: AttentionPlan | None
     outputs: tuple[tuple[torch.Size, torch.dtype], ...]
 
@@ -96,7 +96,7 @@ def layer_source(graph: fx.Graph, num_constants: int = 0) -> LayerSource:
     Raises:
         SourceError: if there is no C++ for some of it.
     """
-    text = ProgramText()
+    text = LayerText()
     writer = _Writer(text, num_constants)
     outputs: Sequence[Value] = ()
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -107,20 +107,20 @@ def layer_source(graph: fx.Graph, num_constants: int = 0) -> LayerSource:
         elif node.op == "output":
             outputs = [writer.give_back(*given) for given in enumerate(node.args[0])]
     described = tuple((value.shape, value.dtype) for value in outputs)
-    products = tuple(writer.products)
-    return LayerSource(text.whole(), products, writer.attention, described)
+    linears = tuple(writer.linears)
+    return LayerSource(text.whole(), linears, writer.attention, described)
 
 
 class _Writer:
     """Writes the nodes of a graph one after the other.
 
     Attributes:
-        products, attention: see `LayerSource`.
+        linears, attention: see `LayerSource`.
     """
 
-    def __init__(self, text: ProgramText, num_constants: int) -> None:
+    def __init__(self, text: LayerText, num_constants: int) -> None:
         self._num_constants = num_constants
-        self.products: list[ProductPlan] = []
+        self.linears: list[LinearPlan] = []
         self.attention: AttentionPlan | None = None
         self._values: dict[fx.Node, Any] = {}
         self._text = text
@@ -298,12 +298,12 @@ class _Writer:
             raise SourceError("it multiplies something else than states with weights")
         leaf = self._text.in_memory(states, lambda form: form.movedim(tokens, 0).is_contiguous())
         shape = torch.Size([*states.shape[:-1], outputs])
-        to, index = self._text.memory(shape, states.dtype), len(self.products)
-        self.products.append(ProductPlan(numbers[0], shape.numel() // outputs // TOKENS))
+        to, index = self._text.memory(shape, states.dtype), len(self.linears)
+        self.linears.append(LinearPlan(numbers[0], shape.numel() // outputs // TOKENS))
         added = "nullptr" if numbers[1] is None else self._argument(numbers[1])
         self._text.for_all(
             f"multiply(weights[{index}], {leaf.address}, {added}, {to.address}, "
-            f"{self.products[-1].rows} * tokens, {inputs}, {outputs}, threads);",
+            f"{self.linears[-1].rows} * tokens, {inputs}, {outputs}, threads);",
             [leaf, to],
         )
         return Value.of(to, states.dtype)

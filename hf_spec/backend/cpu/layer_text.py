@@ -33,7 +33,7 @@ const int64_t tokens = call->tokens;
 const int threads = call->threads;"""
 
 
-class ProgramText:
+class LayerText:
     """A program that is being written."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""CUDA graphs: whether they are recorded, and how, on one stream per device."""
+"""Capture of CUDA graphs, on one stream per device, and the setting that enables it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ _lock = threading.Lock()
 
 @dataclass
 class Switch:
-    """Settings of generations that begin now.
+    """Settings of generations that start from now on.
 
     Attributes:
         mode: one of `MODES`.
-        always_padded: whether steps have the padded form of graphs on every device, for tests where
-            nothing can be recorded.
+        always_padded: True to pad steps as for graphs on every device, for tests without a GPU.
     """
 
     mode: str = "auto"
@@ -37,12 +36,11 @@ switch = Switch()
 
 
 def set_cuda_graphs(mode: str) -> None:
-    """Choose whether decoding steps on a GPU are recorded as CUDA graphs.
+    """Set whether decoding steps on a GPU are captured as CUDA graphs.
 
     Args:
-        mode: `auto` records wherever it can be done, `off` nothing. A generation under way goes on
-            as it began. Either gives back what earlier calls have left on the GPU, and tries again
-            what could not be recorded.
+        mode: `auto` captures wherever possible, `off` never. Running generations are unaffected.
+            Either frees the graphs of earlier calls and forgets failed captures.
 
     Raises:
         OptionError: if `mode` is none of these.
@@ -53,7 +51,7 @@ def set_cuda_graphs(mode: str) -> None:
 
 @contextmanager
 def cuda_graphs(mode: str) -> Iterator[None]:
-    """Set the mode for what begins inside the block; what earlier calls have left stays."""
+    """Set the mode for generations that start inside the block; stored graphs are kept."""
     before, switch.mode = switch.mode, _checked(mode)
     try:
         yield
@@ -69,7 +67,7 @@ def _checked(mode: str) -> str:
 
 @contextmanager
 def padded_steps() -> Iterator[None]:
-    """Run steps that begin inside the block in the form of graphs, recorded or not."""
+    """Pad the steps of generations that start inside the block as for graphs."""
     before, switch.always_padded = switch.always_padded, True
     try:
         yield
@@ -79,21 +77,21 @@ def padded_steps() -> Iterator[None]:
 
 @contextmanager
 def recording(device: torch.device, memory: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """Record what the block launches on `device`; none of it runs.
+    """Capture the launches of the block on `device`; none of them runs.
 
     Args:
-        device: of all launches.
-        memory: the pool of memory of the graph, a `torch.cuda.graph_pool_handle()`.
+        device: device of all launches.
+        memory: memory pool of the graph, from `torch.cuda.graph_pool_handle()`.
 
     Yields:
         The graph, complete after the block.
     """
     graph = torch.cuda.CUDAGraph()
-    # The copies of weights that autocast keeps are of today's weights, and go when it ends: the
-    # graph makes its own in every replay, and nobody else reads those.
+    # Autocast caches casts of the current weights and frees them at its end; a graph must cast in
+    # every replay, and its casts must not be read outside of it.
     torch.clear_autocast_cache()
     with _lock, _current_stream(device):
-        # Other threads of the process may go on using the device.
+        # Other threads may use the device meanwhile.
         launches = torch.cuda.graph(
             graph, pool=memory, stream=capture_stream(device), capture_error_mode="thread_local"
         )
@@ -104,16 +102,16 @@ def recording(device: torch.device, memory: Any) -> Iterator[torch.cuda.CUDAGrap
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of `device` on which graphs are recorded.
+    """Return the stream of `device` on which graphs are captured.
 
-    By default PyTorch records on the device that was recorded on first, and steps of a model on
-    another one would run at once and leave an empty graph.
+    PyTorch's default stream belongs to the device of the first capture; launches on another device
+    would run immediately and leave an empty graph.
     """
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _current_stream(device: torch.device) -> Iterator[None]:
-    """Restore the current stream, which PyTorch does not where a recording fails."""
+    """Restore the current stream, which PyTorch does not do after a failed capture."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream()):
         yield

@@ -1,9 +1,8 @@
-"""How long stretches of queued work take, on whichever side of the queue they are done.
+"""Durations of work on the host or queued on a device.
 
-A host that queues work for a device and goes on finds out by its own clock how long the queueing
-took, and charges the work to whatever waits next. There a moment is marked in the queue itself, and
-the device notes when it comes by. Nobody waits for that: what lies between two marks is read once
-the device has passed both, which it has by the next time that anything was fetched.
+The host's clock measures only how long queueing takes; the work itself would be charged to the next
+synchronization. On a device, moments are therefore marked by events in its stream. Durations are
+read without synchronizing, once the device has passed both events.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ from hf_spec.backend.device import transfer
 
 
 class Clock(ABC):
-    """Marks moments between the work that is done for a generation."""
+    """Marks moments in the work of a generation."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """This moment: after all work until now, before all that follows."""
+        """Return the current moment: after all work so far, before all later work."""
 
     @abstractmethod
     def passed(self, mark: Any) -> bool:
-        """Whether the moment has come; nobody waits for it."""
+        """Return True if the moment has been reached; does not synchronize."""
 
     @abstractmethod
     def seconds(self, start: Any, end: Any) -> float:
-        """Time between two moments that have passed."""
+        """Return the time between two moments that have passed."""
 
 
 class HostClock(Clock):
-    """Work is done where and when it is asked for."""
+    """Clock of work that the host runs synchronously."""
 
     def mark(self) -> float:
         """See `Clock`."""
         return time.perf_counter()
 
     def passed(self, mark: float) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seconds(self, start: float, end: float) -> float:
@@ -50,7 +49,7 @@ class HostClock(Clock):
 
 
 class DeviceClock(Clock):
-    """Marks are events in the stream of a device."""
+    """Clock of a device; marks are events in its stream."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -62,7 +61,7 @@ class DeviceClock(Clock):
         return event
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has come by."""
+        """Return True if the device has reached the event."""
         return mark.query()
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
@@ -71,16 +70,16 @@ class DeviceClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What tells the time of work on a device."""
+    """Return the clock for work on a device."""
     return DeviceClock(device) if device.type in transfer.ASYNCHRONOUS else HostClock()
 
 
 class Stopwatch:
-    """Adds up the times of stretches of work by name.
+    """Sums of durations by name.
 
     Attributes:
-        clock: what marks them.
-        seconds: by name, those that have been read.
+        clock: marks the moments.
+        seconds: durations read so far, by name.
     """
 
     def __init__(self, clock: Clock):
@@ -89,11 +88,11 @@ class Stopwatch:
         self._unread: list[tuple[str, Any, Any]] = []
 
     def add(self, name: str, start: Any, end: Any) -> None:
-        """Add what lies between two marks, the newest so far; it counts when it is read."""
+        """Add the time between two marks, in order; it counts once it is read."""
         self._unread.append((name, start, end))
 
     def read(self) -> dict[str, float]:
-        """Read what has passed."""
+        """Read the durations whose marks have passed; return `seconds`."""
         while self._unread and self.clock.passed(self._unread[0][-1]):
             name, start, end = self._unread.pop(0)
             self.seconds[name] = self.seconds.get(name, 0.0) + self.clock.seconds(start, end)

@@ -1,8 +1,8 @@
-"""Refusals of models that are spread over processes, where these would not stay in step.
+"""Checks of models distributed over processes.
 
-With tensor parallelism every process runs the same generation with its part of every weight. How
-many nodes a forward has follows from the drafts, so processes that draft or draw differently would
-wait for each other for ever; hence what must be alike is compared before the first forward.
+With tensor parallelism every process runs the same generation with its shard of each weight. The
+size of a forward pass depends on the drafts, so processes that draft or sample differently would
+deadlock. Inputs and random states are therefore compared before the first forward pass.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_spec.common.errors import UnsupportedError
 
-# Last names of the layers whose outputs hold the keys of all heads.
+# Names of the layers whose outputs contain the keys of all heads.
 KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 def check_sharding(model: PreTrainedModel) -> None:
-    """Refuse models whose processes cannot generate together (`UnsupportedError`)."""
+    """Raise `UnsupportedError` for a sharding that speculative decoding does not support."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     name = type(model).__name__
     if _is_fully_sharded(model):
         raise UnsupportedError(
             f"{name} is sharded by FSDP or ZeRO-3: its processes run different inputs, so they "
-            "would need different numbers of forwards; generate with tp_plan='auto', or with the "
-            "whole model in every process"
+            "would need different numbers of forward passes; generate with tp_plan='auto', or with "
+            "the whole model in every process"
         )
     plan: Any = getattr(model.config, "distributed_config", None)
     if getattr(plan, "pp_size", 1) > 1:
-        raise UnsupportedError(f"{name} is cut into a pipeline of processes; use tp_plan='auto'")
+        raise UnsupportedError(f"{name} uses pipeline parallelism; use tp_plan='auto'")
     size, config = tensor_parallel_size(model), model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -46,7 +46,10 @@ def check_sharding(model: PreTrainedModel) -> None:
 
 
 def check_ranks(model: PreTrainedModel, input_ids: Tensor, do_sample: bool) -> None:
-    """Refuse tensor parallelism with other inputs or random states in some process; all ask."""
+    """Raise `UnsupportedError` if tensor-parallel processes have other inputs or random states.
+
+    Every process must call this.
+    """
     size = tensor_parallel_size(model)
     if size == 1:
         return
@@ -54,14 +57,14 @@ def check_ranks(model: PreTrainedModel, input_ids: Tensor, do_sample: bool) -> N
     states = [torch.get_rng_state()] if do_sample else []
     if do_sample and input_ids.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(input_ids.device))
-    mine = torch.tensor([_digest([input_ids]), _digest(states)], device=model.device)
-    found = [torch.empty_like(mine) for _ in range(size)]
-    distributed.all_gather(found, mine, group=mesh.get_group())
-    inputs, random_states = torch.stack(found).T.tolist()
+    digests = torch.tensor([_digest([input_ids]), _digest(states)], device=model.device)
+    gathered = [torch.empty_like(digests) for _ in range(size)]
+    distributed.all_gather(gathered, digests, group=mesh.get_group())
+    inputs, random_states = torch.stack(gathered).T.tolist()
     if len(set(inputs)) > 1:
         raise UnsupportedError(
-            "the processes of a tensor parallel model were given different input_ids; give every "
-            "one the same"
+            "the processes of a tensor-parallel model got different input_ids; pass the same to "
+            "every process"
         )
     if len(set(random_states)) > 1:
         raise UnsupportedError(
@@ -71,7 +74,7 @@ def check_ranks(model: PreTrainedModel, input_ids: Tensor, do_sample: bool) -> N
 
 
 def tensor_parallel_size(model: PreTrainedModel) -> int:
-    """Among how many processes the weights of `model` are cut up; 1 if they are whole."""
+    """Return the number of processes that the weights of `model` are sharded over."""
     return getattr(model, "tp_size", None) or 1
 
 
@@ -91,7 +94,7 @@ def _cuts_heads(model: PreTrainedModel) -> bool:
 
 
 def _digest(tensors: list[Tensor]) -> int:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.cpu().contiguous().numpy().tobytes())
-    return int.from_bytes(found.digest()[:8], "big", signed=True)
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "big", signed=True)

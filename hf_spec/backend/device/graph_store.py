@@ -1,7 +1,7 @@
-"""What recorded steps leave for the next call on the same model.
+"""CUDA graphs stored between calls on the same model, together with their KV pool.
 
-Graphs are bound to where the keys and values of a pool lie, so both are kept together, for as long
-as the model lives and everything in it is as it was when they were recorded.
+Graphs are bound to the addresses of a pool's keys and values. Both are stored until the model is
+deleted or differs from its state during the recording.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 _lock = threading.Lock()
-# One pool per model: those of several batch sizes would each take memory that a call may need.
-_kept: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
+# One pool per model: pools of several batch sizes would take memory that a call may need.
+_stored: WeakKeyDictionary[nn.Module, StoredGraphs] = WeakKeyDictionary()
 _refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 @dataclass
-class Kept:
-    """Graphs and the pool that they write to.
+class StoredGraphs:
+    """CUDA graphs and the pool that they write to.
 
     Attributes:
-        key: whose they are, such as the batch size.
-        state: of the model while they were recorded, see `state_of`.
-        capacity: of the pool, in tokens per slot.
+        key: settings of the call that recorded them, such as the batch size.
+        state: state of the model during the recording, see `state_of`.
+        capacity: tokens per slot of the pool.
         buffers: keys and values of the pool by layer.
-        recorded: the graphs.
-        memory: the pool of memory that they share.
+        recorded: the graphs by shape.
+        memory: CUDA memory pool of the graphs.
     """
 
     key: Hashable
@@ -44,57 +44,57 @@ class Kept:
     memory: Any
 
 
-def take(model: nn.Module, key: Hashable, length: int) -> Kept | None:
-    """Remove and return what was kept for `model`, or None if it does not fit.
+def pop(model: nn.Module, key: Hashable, length: int) -> StoredGraphs | None:
+    """Remove and return the graphs stored for `model`; free them and return None on a mismatch.
 
-    It fits a call with the same key, with room for `length` tokens per slot, on a model that has
-    not changed. What does not fit is freed.
+    They match a call with the same key that needs at most `length` tokens per slot, on a model that
+    has not changed.
     """
     with _lock:
-        kept = _kept.pop(model, None)
-    if kept is None or kept.key != key or kept.capacity < length:
+        graphs = _stored.pop(model, None)
+    if graphs is None or graphs.key != key or graphs.capacity < length:
         return None
-    return kept if kept.state == state_of(model) else None
+    return graphs if graphs.state == state_of(model) else None
 
 
-def give(model: nn.Module, kept: Kept) -> None:
-    """Keep graphs and their pool for a later call, instead of what was kept before."""
+def put(model: nn.Module, graphs: StoredGraphs) -> None:
+    """Store graphs and their pool for a later call; replace those stored before."""
     with _lock:
-        _kept[model] = kept
+        _stored[model] = graphs
 
 
 def free() -> None:
     """Free the graphs and pools of all models."""
     with _lock:
-        _kept.clear()
+        _stored.clear()
 
 
 def refuse(model: nn.Module, reason: str) -> None:
-    """Remember that the steps of `model` cannot be recorded."""
+    """Record that steps of `model` cannot be captured."""
     _refusals[model] = reason
 
 
 def refusal(model: nn.Module) -> str | None:
-    """Why recording failed before, if it did."""
+    """Return why an earlier capture failed; None if none did."""
     return _refusals.get(model)
 
 
 def forget() -> None:
-    """Give back all that is kept, and try again what failed."""
+    """Free all stored graphs and forget earlier failures."""
     free()
     _refusals.clear()
 
 
 def state_of(model: nn.Module) -> object:
-    """All that a forward of `model` reads in Python or by address; equal as long as it is the same.
+    """Return a value that is equal while a forward pass reads the same Python state and addresses.
 
-    A graph goes on computing with the weights, numbers and branches that it was recorded with.
+    A graph replays the weights, numbers and branches that it was captured with.
     """
     return _Frozen()(model), _settings()
 
 
 def _settings() -> tuple[object, ...]:
-    """Of PyTorch, by which the same call may launch other kernels."""
+    """Return the settings of PyTorch that decide which kernels a call launches."""
     matmul = torch.backends.cuda.matmul
     return (
         torch.is_inference_mode_enabled(),
@@ -108,9 +108,9 @@ def _settings() -> tuple[object, ...]:
 
 
 class _Frozen:
-    """Values to compare later; an object counts as the same while it is that object.
+    """Snapshots of values for a later comparison.
 
-    Modules and configs are compared by what they hold.
+    Modules, configs and containers are compared by content, other objects by identity.
     """
 
     def __init__(self) -> None:
@@ -122,11 +122,11 @@ class _Frozen:
         if type(value) in (Tensor, nn.Parameter):
             return value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
         if isinstance(value, dict):
-            # Written for speed: modules are full of numbers and empty containers.
+            # Inlined for speed: modules are full of numbers and empty containers.
             return [
-                (key, one if type(one) in _PLAIN else self(one))
-                for key, one in value.items()
-                if type(one) not in _EMPTY or one
+                (key, item if type(item) in _PLAIN else self(item))
+                for key, item in value.items()
+                if type(item) not in _EMPTY or item
             ]
         if isinstance(value, (set, frozenset)):
             value = sorted(value, key=repr)
@@ -137,7 +137,7 @@ class _Frozen:
         return _Same(value)
 
     def _members(self, value: Any) -> object:
-        # The second time by a number: modules are shared, and may lead back to themselves.
+        # A second visit gives a number: modules are shared, and may refer to themselves.
         if id(value) in self._numbers:
             return self._numbers[id(value)]
         self._numbers[id(value)] = len(self._numbers)
@@ -146,15 +146,15 @@ class _Frozen:
 
 
 _PLAIN = {bool, int, float, str, bytes, type(None), torch.dtype, torch.device, type}
-# Of hooks and the like; an empty one is as good as none.
+# An empty container, of hooks for instance, equals a missing one.
 _EMPTY = {dict, OrderedDict, set}
 
 
 class _Same:
-    """Equal to another of the same object; keeps nothing alive."""
+    """Identity of an object; holds weak references only."""
 
     def __init__(self, value: Any):
-        # Bound methods are made whenever they are asked for.
+        # Every attribute access creates a new bound method.
         parts = (value.__self__, value.__func__) if hasattr(value, "__func__") else (value,)
         self._parts = list(map(_reference, parts))
 
@@ -170,5 +170,5 @@ def _reference(value: Any) -> object:
     try:
         return ref(value)
     except TypeError:
-        # Nothing else is equal to it.
+        # No weak reference possible: never equal.
         return object()

@@ -1,7 +1,7 @@
-"""Weights that do not simply lie in memory: offloaded, cut up among processes, or quantised.
+"""Access to weights that are offloaded, sharded over processes, or quantized.
 
-Accelerate keeps the weights of an offloaded layer elsewhere and brings them for a call, tensor
-parallelism gives every process a part of them, and a quantised layer has a code of its own.
+Accelerate loads the weights of an offloaded layer for each call, tensor parallelism gives every
+process a shard, and quantized layers have formats of their own.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ from hf_spec.common.errors import UnsupportedError
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Where `module` computes: where its weights are, or where they are brought for a call."""
+    """Return the device on which `module` computes, also if its weights are offloaded."""
     device = next(module.parameters()).device
     if device.type != "meta":
         return device
     for part in module.modules():
         hook: Any = getattr(part, "_hf_hook", None)
-        for one in getattr(hook, "hooks", (hook,)):
-            # Accelerate takes the number of a GPU, too.
-            if (place := getattr(one, "execution_device", None)) is not None:
-                return torch.device(place)
+        for part_hook in getattr(hook, "hooks", (hook,)):
+            # Accelerate also accepts the index of a GPU.
+            if (target := getattr(part_hook, "execution_device", None)) is not None:
+                return torch.device(target)
     return device
 
 
 def weight_rows(layer: Any, rows: Tensor | None = None) -> Tensor:
-    """(R, width) rows of the weight of an embedding or a linear layer, from wherever they are.
+    """Return (R, width) rows of the weight of an embedding or linear layer.
 
-    All of them without `rows`, (R,) int64. With tensor parallelism every process must ask. A
-    quantised layer is refused.
+    `rows` is (R,) int64; all rows by default. With tensor parallelism every process must call this.
+
+    Raises:
+        UnsupportedError: for a quantized layer.
     """
-    if is_quantised(layer):
+    if is_quantized(layer):
         raise UnsupportedError(
-            f"the target's {type(layer).__name__} is quantised, and its weights are needed as they "
-            "are; leave embedding and head out of the quantisation"
+            f"the target's {type(layer).__name__} is quantized, but its unquantized weights are "
+            "needed; exclude embedding and head from quantization"
         )
     with align_module_device(layer):
         weight = layer.weight.detach()
@@ -49,18 +51,18 @@ def weight_rows(layer: Any, rows: Tensor | None = None) -> Tensor:
 
 
 def dense_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of a module in memory, without PEFT's layers, its quantised ones as `nn.Linear`."""
+    """Return a copy of a module without PEFT layers, with quantized layers as `nn.Linear`."""
     copied = _without_tuners(copy.deepcopy(module))
-    if is_quantised(copied):
+    if is_quantized(copied):
         return _as_linear(copied, dtype)
     for name, layer in list(copied.named_modules()):
-        if is_quantised(layer):
+        if is_quantized(layer):
             copied.set_submodule(name, _as_linear(layer, dtype))
     return copied
 
 
 def _without_tuners(module: nn.Module) -> nn.Module:
-    """Take what PEFT put around layers off them again."""
+    """Replace PEFT layers by the layers that they wrap."""
     inner = getattr(module, "get_base_layer", None)
     if callable(inner):
         return inner()
@@ -69,8 +71,8 @@ def _without_tuners(module: nn.Module) -> nn.Module:
     return module
 
 
-def is_quantised(layer: nn.Module) -> bool:
-    """Whether `layer` is linear and keeps something else than a weight of numbers."""
+def is_quantized(layer: nn.Module) -> bool:
+    """Return True for a linear layer whose weight is not a floating-point tensor."""
     weight = getattr(layer, "weight", None)
     plain = isinstance(weight, Tensor) and weight.is_floating_point()
     return hasattr(layer, "in_features") and hasattr(layer, "out_features") and not plain
@@ -87,7 +89,7 @@ def looks_for_outliers(layer: Any) -> bool:
 
 @torch.no_grad()
 def _as_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:
-    """What a linear layer says of the unit vectors is its weight, whatever it keeps."""
+    """Return an `nn.Linear` that computes the same; the weight is the output for unit vectors."""
     units = torch.eye(layer.in_features, dtype=dtype, device=next(layer.parameters()).device)
     bias = getattr(layer, "bias", None)
     columns = layer(units) if bias is None else layer(units) - bias

@@ -1,9 +1,8 @@
-"""Copies between the host and a device that hold the host up as little as possible.
+"""Copies between host and device with as few synchronizations as possible.
 
-A copy from ordinary memory makes the host wait until the device has caught up. What goes to a
-device therefore goes from pinned memory, in one block for a whole step, and nobody waits for it;
-what comes back does so in one block too, which is where the host learns of the step's outcome.
-PyTorch reuses pinned memory only when the device has read it.
+A copy from pageable memory synchronizes the host with the device. A step therefore sends all its
+tensors in one buffer from pinned memory, asynchronously, and fetches all results in one transfer.
+PyTorch reuses pinned memory only after the device has read it.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Devices that read pinned memory by themselves; others are sent and asked as PyTorch does it.
+# Device types that copy from pinned memory asynchronously; others use plain copies.
 ASYNCHRONOUS = {"cuda"}
-# Where a tensor may begin within a block, in bytes; kernels read some of them in units of 16.
+# Alignment in bytes of a tensor in the buffer; kernels read some of them in units of 16.
 ALIGNMENT = 16
 
 
-class Block:
-    """Uninitialised tensors that lie one after the other in one piece of memory.
+class PinnedBuffer:
+    """Uninitialized tensors of given shapes in one contiguous buffer, on a device or the host.
 
-    `pinned` memory of the host can be read by a device by itself.
+    With `pinned`, the buffer is pinned host memory, for asynchronous copies.
     """
 
     def __init__(self, like: Sequence[Tensor], device: torch.device, pinned: bool = False):
@@ -35,35 +34,35 @@ class Block:
         ]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors of the host in; to a device in one transfer that nobody waits for."""
+        """Copy host tensors into the buffer; asynchronously, in one transfer, to a device."""
         if self._memory.device.type == "cpu":
-            for mine, tensor in zip(self.tensors, tensors, strict=True):
-                mine.copy_(tensor)
+            for part, tensor in zip(self.tensors, tensors, strict=True):
+                part.copy_(tensor)
             return
         pinned = self._memory.device.type in ASYNCHRONOUS
-        staged = Block(tensors, torch.device("cpu"), pinned)
+        staged = PinnedBuffer(tensors, torch.device("cpu"), pinned)
         staged.fill(tensors)
         self._memory.copy_(staged._memory, non_blocking=pinned)
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on a device, in one transfer that nobody waits for."""
+    """Copy host tensors to a device asynchronously, in one transfer."""
     if device.type == "cpu":
         return list(tensors)
-    block = Block(tensors, device)
-    block.fill(tensors)
-    return block.tensors
+    buffer = PinnedBuffer(tensors, device)
+    buffer.fill(tensors)
+    return buffer.tensors
 
 
 def fetch(tensor: Tensor) -> list[Any]:
-    """`tensor.tolist()`; waits for the device."""
+    """Return `tensor.tolist()`; synchronizes with the device."""
     return _on_host(tensor).tolist()
 
 
 def fetch_all(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """`tolist()` of each tensor of a device, in one transfer; waits for the device.
+    """Return `tolist()` of each tensor of a device, in one transfer; synchronizes with the device.
 
-    Whole numbers must lie below 2**24, where float32 begins to lose some; token ids do.
+    Integers must be below 2**24 to be exact in float32, as token ids are.
     """
     host = _on_host(torch.cat([tensor.flatten().float() for tensor in tensors]))
     parts = zip(host.split([tensor.numel() for tensor in tensors]), tensors, strict=True)

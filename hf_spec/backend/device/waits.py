@@ -1,7 +1,7 @@
-"""Operations that make the host wait for a device, and running without them.
+"""Detection of operations that synchronize the host with a device.
 
-Such an operation cannot be part of a CUDA graph. PyTorch's own debug mode for them holds for all
-threads of the process; this one holds for what runs inside the block.
+Such an operation cannot be part of a CUDA graph. PyTorch's debug mode for them applies to all
+threads of the process; `NoWaits` applies to the code inside its block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# They hand a value, or a size, to the host; `torch.multinomial` reads a value of its own.
+# They return a value or a size to the host; `torch.multinomial` reads one internally.
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
 READS |= {"multinomial"}
 COPIES = {"_to_copy", "copy_"}
@@ -23,11 +23,11 @@ WATCHED = READS | COPIES | INDEXING
 
 
 class WaitError(RuntimeError):
-    """The host would have had to wait for the device."""
+    """An operation would have synchronized the host with the device."""
 
 
 class NoWaits(TorchDispatchMode):
-    """Raises a `WaitError` in place of what would ask `device` for a value."""
+    """Raises `WaitError` instead of running an operation that synchronizes with `device`."""
 
     def __init__(self, device: torch.device):
         super().__init__()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.backend.cpu.packed_copies import cpu_packing_bytes
+from hf_spec.backend.cpu.packed_weights import cpu_packing_bytes
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.errors import OptionError
 from hf_spec.drafting.cost_model.acceptance_stats import MEMORY_DECAY, AcceptanceStats

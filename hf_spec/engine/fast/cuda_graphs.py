@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.capture import switch
-from hf_spec.backend.device.graph_store import Kept
+from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.backend.device.placement import looks_for_outliers
 from hf_spec.backend.device.transfer import send
 from hf_spec.backend.device.waits import NoWaits, WaitError
@@ -194,10 +194,10 @@ class StepGraphs:
         small = pool.capacity * pool.num_slots <= MAX_KEPT_TOKENS
         if self._key is not None and self._recorded and small:
             buffers = pool.keys, pool.values
-            kept = Kept(
+            kept = StoredGraphs(
                 self._key, self._state, pool.capacity, buffers, self._recorded, self._memory
             )
-            graph_store.give(self._owner, kept)
+            graph_store.put(self._owner, kept)
             pool.keys, pool.values, self._recorded = {}, {}, {}
         self.clear()
 
@@ -206,7 +206,7 @@ class StepGraphs:
         pool = self._pool
         if self._key is not None and not pool.keys:
             first = min(length, MAX_RESERVED // pool.num_slots)
-            if kept := graph_store.take(self._owner, self._key, first):
+            if kept := graph_store.pop(self._owner, self._key, first):
                 pool.capacity, (pool.keys, pool.values) = kept.capacity, kept.buffers
                 self._recorded, self._memory = kept.recorded, kept.memory
                 self._state = kept.state

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_spec.backend.device.capture import recording
-from hf_spec.backend.device.transfer import Block
+from hf_spec.backend.device.transfer import PinnedBuffer
 from hf_spec.engine.forward.kernel_layout import (
     Sizes,
     padded,
@@ -117,8 +117,8 @@ class Shape:
         self.outputs: list[Tensor] = []
         self._device = device
         self._capacity = capacity
-        self._block = Block(inputs.hosted(bucket, capacity), device)
-        standing = iter(self._block.tensors)
+        self._buffer = PinnedBuffer(inputs.hosted(bucket, capacity), device)
+        standing = iter(self._buffer.tensors)
         self.inputs = [
             next(standing) if t.device.type == "cpu" else t.new_zeros(rows, *t.shape[1:])
             for t, rows in zip(inputs.tensors, bucket.rows, strict=True)
@@ -129,7 +129,7 @@ class Shape:
 
     def fill(self, inputs: Inputs) -> None:
         """Put the inputs of a step where they are looked for."""
-        self._block.fill(inputs.hosted(self.bucket, self._capacity))
+        self._buffer.fill(inputs.hosted(self.bucket, self._capacity))
         for mine, tensor in zip(self.inputs, inputs.tensors, strict=True):
             if tensor.device.type != "cpu":
                 mine[: len(tensor)] = tensor

@@ -61,7 +61,7 @@ class BoundLayer:
         tensors = list(weights.values())
         self._constants = addresses_of(tensors)
         modules = {id(linear.weight): linear for linear in linears.values()}
-        used = [tensors[plan.weight] for plan in function.source.products]
+        used = [tensors[plan.weight] for plan in function.source.linears]
         self._linears = [modules.get(id(weight), weight) for weight in used]
         # By (number of tokens, whether weights may be rounded); None where other kernels are used.
         self._tables: dict[tuple[int, bool], _Table | None] = {}
@@ -90,7 +90,7 @@ class BoundLayer:
         """Return the weights of the linear layers; None where our kernel does not run them all."""
         source = self._function.source
         weights = []
-        for linear, plan in zip(self._linears, source.products, strict=True):
+        for linear, plan in zip(self._linears, source.linears, strict=True):
             weight = kernel_weight(linear, tokens * plan.rows)
             if weight is None:
                 return None

@@ -1,12 +1,12 @@
-"""State that compiled layers were traced with, and a cheap test whether it still holds.
+"""Python state that compiled layers were traced with, and a cheap check that it is unchanged.
 
-A trace turns everything that Python reads into constants: attributes of modules and of the objects
-in them, configs, functions, class attributes, globals of the modeling file. `LayerState` collects
-all of these in two forms. *Keys* are equal for layers that compute the same with other weights.
-*Views* are compared by identity before every forward pass, which takes less than 1% of it.
+Tracing turns everything that Python reads into constants: attributes of modules and of objects in
+them, configs, functions, class attributes, globals of the modeling file. `LayerState` collects them
+in two forms. *Keys* are equal for layers that compute the same with other weights. *Views* are
+compared by identity before every forward pass, which takes less than 1% of it.
 
-Everything that can be read is in it, or the layer is not compiled (`UnwatchableError`). Bodies of
-functions of PyTorch, NumPy and the standard library are not followed.
+A layer that reads state that cannot be compared is not compiled (`UnwatchableError`). Functions of
+PyTorch, NumPy and the standard library are not followed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -35,7 +35,7 @@ ATOMS = (
 )
 # Followed to the functions and objects in them.
 CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
-# Compared by identity: nothing that changes in them changes what a layer computes.
+# Compared by identity: their contents do not affect the result of a layer.
 OPAQUE = (
     *(types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType, re.Pattern),
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType),
@@ -48,22 +48,22 @@ OPAQUE = (
 )
 # Packages whose functions and classes are compared by identity and not followed.
 TRUSTED = {*sys.stdlib_module_names, "torch", "numpy"}
-# Every module has these; the index of a layer only selects the storage that it writes.
+# Attributes of every module; the index of a layer only selects the KV buffer that it writes.
 STANDARD = {*vars(nn.Module()), "forward", "layer_idx"}
-# In this package only functions and the classes of modules are followed.
+# In transformers only functions and classes of modules are followed.
 TRANSFORMERS = "transformers"
-# More values than any layer of transformers has; a trace that reads more is not watched.
+# More values than any layer of transformers reads; a layer that reads more is not compiled.
 MAX_VALUES = 20_000
-# Attributes that Python looks up in the class of a module whenever it is called.
+# Attributes that Python looks up in the class of a module in every call.
 CALLS = ("forward", "__call__", "__getattr__", "__getattribute__")
 
 
 class UnwatchableError(Exception):
-    """A layer reads something whose changes could not be seen."""
+    """A layer reads state whose changes cannot be detected."""
 
 
 class Same:
-    """A value as part of a key, compared by identity and kept alive."""
+    """Value in a key, compared by identity and held alive."""
 
     def __init__(self, value: Any):
         self._value = value
@@ -76,10 +76,10 @@ class Same:
 
 
 class LayerState:
-    """State of the layers of one model: `add` each of them, then `seal` it."""
+    """State of the layers of one model: `add` each layer, then `seal`."""
 
     def __init__(self) -> None:
-        # `read(source)` of all views must still give these objects, one after the other.
+        # `read(source)` of all views, concatenated, must still be the same objects.
         self._views: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []
         self._seen: list[Any] = []
         self._sized: list[Collection[Any]] = []
@@ -88,12 +88,13 @@ class LayerState:
             every_module._global_forward_pre_hooks,
         ]
         self._stores: list[dict[str, Any]] = []
-        # Keys of values by id; the values are kept alive for it.
-        self._known: dict[int, Hashable] = {}
-        self._kept: list[Any] = []
+        # Keys of values by id, and the values, held alive so that ids stay unique.
+        self._keys: dict[int, Hashable] = {}
+        self._alive: list[Any] = []
         # Classes and functions whose code the layers run.
         self._roots: dict[types.FunctionType | type, None] = {}
         self._sizes: list[int] = []
+        self._stored: list[Any] = []
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
 
@@ -101,43 +102,44 @@ class LayerState:
         """Add a layer; return a key of its modules, their attributes and shapes of their tensors.
 
         Raises:
-            UnwatchableError: if it reads what cannot be watched.
+            UnwatchableError: if it reads state that cannot be watched.
         """
-        found = []
+        parts = []
         for name, module in layer.named_modules():
             self._roots[type(module)] = None
-            found.append((name, Same(type(module)), self._attributes(module)))
+            parts.append((name, Same(type(module)), self._attributes(module)))
             self._watch_tensors(module)
             self.watch_values(module._modules)
             if module is not layer:
                 self._watch_hooks(module)
         tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
         shapes = tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors.items())
-        return tuple(found), shapes
+        return tuple(parts), shapes
 
     def seal(self) -> Hashable:
         """Follow the code of all layers that were added; return its key.
 
         Raises:
-            UnwatchableError: if it reads what cannot be watched.
+            UnwatchableError: if it reads state that cannot be watched.
         """
         try:
             return _Reach(self, self._roots).key()
         finally:
-            # Also after an error: layers that run uncompiled are looked at again only if something
-            # that was read until then has changed.
+            # Also after an error: uncompiled layers are checked again only after a change of what
+            # was read so far.
             self._sizes = [*map(len, self._sized)]
-            self._tensors = [t for t in self._stored() if t is not None]
+            self._stored = [*chain.from_iterable(map(dict.values, self._stores))]
+            self._tensors = [t for t in self._stored if t is not None]
             self._addresses = [*map(Tensor.data_ptr, self._tensors)]
 
     def holds(self) -> bool:
-        """Return True if everything is as it was when the layers were added."""
+        """Return True if the state has not changed since the layers were added."""
         if [*map(len, self._sized)] != self._sizes or any(self._hooks):
             return False
-        tensors = [t for t in self._stored() if t is not None]
-        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+        # All containers have as many entries as before, so both sequences have equal length.
+        if not all(map(is_, chain.from_iterable(map(dict.values, self._stores)), self._stored)):
             return False
-        if [*map(Tensor.data_ptr, tensors)] != self._addresses:
+        if [*map(Tensor.data_ptr, self._tensors)] != self._addresses:
             return False
         try:
             values = [read(source) for read, source in self._views]
@@ -149,42 +151,39 @@ class LayerState:
         """Watch a value that layers may read; return its key.
 
         Raises:
-            UnwatchableError: names `where` it is and its type.
+            UnwatchableError: names the location `where` and the type.
         """
         if isinstance(value, ATOMS):
             return type(value), repr(value) if isinstance(value, (float, complex)) else value
-        if id(value) not in self._known:
-            if len(self._known) > MAX_VALUES:
+        if id(value) not in self._keys:
+            if len(self._keys) > MAX_VALUES:
                 raise UnwatchableError(f"it reads more than {MAX_VALUES} values")
-            self._kept.append(value)
-            # A value that leads back to itself finds this.
-            self._known[id(value)] = "cycle", len(self._known)
-            self._known[id(value)] = self._content(value, where)
-        return self._known[id(value)]
+            self._alive.append(value)
+            # The key of values that refer to themselves.
+            self._keys[id(value)] = "cycle", len(self._keys)
+            self._keys[id(value)] = self._content(value, where)
+        return self._keys[id(value)]
 
     def watch(self, names: Collection[str], source: Any) -> None:
-        """Watch what a dictionary, or the dictionary of a class, holds under some names."""
+        """Watch some entries of a dictionary, which may be that of a class."""
         if names:
-            # With a single name `itemgetter` would not return a tuple.
+            # Two names at least, so that `itemgetter` returns a tuple.
             self.view(itemgetter(*names) if len(names) > 1 else itemgetter(*names, *names), source)
 
     def watch_values(self, source: Any) -> None:
-        """Watch the values of a dictionary, and how many there are."""
+        """Watch all values of a dictionary."""
         self.watch_sized(source)
         if source:
             self.view(dict.values, source)
 
     def watch_sized(self, source: Collection[Any]) -> None:
-        """Watch how many entries a container has."""
+        """Watch the number of entries of a container."""
         self._sized.append(source)
 
     def view(self, read: Callable[[Any], Iterable[Any]], source: Any) -> None:
-        """Watch the objects that `read(source)` gives."""
+        """Watch the objects that `read(source)` returns."""
         self._views.append((read, source))
         self._seen += read(source)
-
-    def _stored(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._stores))
 
     def _watch_tensors(self, module: nn.Module) -> None:
         for store in (module._parameters, module._buffers):
@@ -193,14 +192,15 @@ class LayerState:
             self.watch_sized(store)
 
     def _attributes(self, module: nn.Module) -> Hashable:
-        """Watch the attributes that a module has beside those of every module."""
-        known = vars(module)
-        own = sorted(known.keys() - STANDARD)
-        others = [name for name in ("training", "layer_idx", "forward") if name in known]
-        self.watch_sized(known)
-        self.watch([*own, *others], known)
+        """Watch the attributes that not every module has; return their key."""
+        attributes = vars(module)
+        names = sorted(attributes.keys() - STANDARD)
+        others = [name for name in ("training", "layer_idx", "forward") if name in attributes]
+        self.watch_sized(attributes)
+        self.watch([*names, *others], attributes)
         return tuple(
-            (name, self.value(known[name], f"{type(module).__name__}.{name}")) for name in own
+            (name, self.value(attributes[name], f"{type(module).__name__}.{name}"))
+            for name in names
         )
 
     def _watch_hooks(self, module: nn.Module) -> None:
@@ -212,7 +212,7 @@ class LayerState:
 
     def _content(self, value: Any, where: str) -> Hashable:
         if isinstance(value, Tensor):
-            # Tensors that are neither parameters nor buffers are not compiled where they are read.
+            # A layer that reads a tensor that is neither parameter nor buffer is not compiled.
             return "tensor", value.dtype
         if isinstance(value, nn.Module):
             raise UnwatchableError(f"{where} holds a module that is not a submodule")
@@ -236,13 +236,13 @@ class LayerState:
             return self._of_function(value, where)
         if isinstance(value, types.MethodType):
             owner = value.__self__
-            whole = isinstance(owner, (nn.Module, type))
+            by_identity = isinstance(owner, (nn.Module, type))
             return self.value(value.__func__, where), (
-                Same(owner) if whole else self.value(owner, where)
+                Same(owner) if by_identity else self.value(owner, where)
             )
         if isinstance(value, functools.partial):
             return self.value((value.func, value.args, value.keywords), where)
-        # A function with a cache, or another wrapper written in C.
+        # A cached function, or another wrapper written in C.
         return Same(value), self.value(value.__wrapped__, where)
 
     def _name(self, key: Any) -> Hashable:
@@ -266,19 +266,19 @@ class LayerState:
         )
 
     def _of_object(self, value: Any, where: str) -> Hashable:
-        known, slots = getattr(value, "__dict__", None), _slots(type(value))
-        hides = (known is None and not slots) or isinstance(value, threading.local)
-        if hides:
+        attributes, slots = getattr(value, "__dict__", None), _slots(type(value))
+        is_opaque = attributes is None and not slots
+        if is_opaque or isinstance(value, threading.local):
             raise UnwatchableError(
-                f"{where} is of type {type(value).__name__}, whose changes cannot be seen"
+                f"{where} is of type {type(value).__name__}, whose changes cannot be detected"
             )
         if not _is_of(TRANSFORMERS, type(value)):
             self._roots[type(value)] = None
         parts = []
-        if known is not None:
-            self.watch_sized(known)
-            self.watch([*known], known)
-            parts += [(name, self.value(part, f"{where}.{name}")) for name, part in known.items()]
+        if attributes is not None:
+            self.watch_sized(attributes)
+            self.watch([*attributes], attributes)
+            parts += [(n, self.value(part, f"{where}.{n}")) for n, part in attributes.items()]
         if slots := [name for name in slots if hasattr(value, name)]:
             self.view(attrgetter(*slots, *slots), value)
             parts += [(name, self.value(getattr(value, name), where)) for name in slots]
@@ -286,7 +286,7 @@ class LayerState:
 
 
 class _Reach:
-    """Functions and class attributes that some classes and functions can reach, by their names."""
+    """Functions and class attributes that classes and functions can reach by name."""
 
     def __init__(self, state: LayerState, roots: dict[types.FunctionType | type, None]):
         self._state = state
@@ -294,10 +294,10 @@ class _Reach:
         self._roots = roots
         self._names: set[str] = set(CALLS)
         self._read: set[Any] = set()
-        self._found: list[Hashable] = []
+        self._keys: list[Hashable] = []
 
     def key(self) -> Hashable:
-        """Follow everything; return its key."""
+        """Follow all roots; return the key of everything that was read."""
         size = -1
         while size != len(self._roots) + len(self._names):
             size = len(self._roots) + len(self._names)
@@ -307,30 +307,30 @@ class _Reach:
                 elif root not in self._read:
                     self._read.add(root)
                     self._read_function(root)
-        return tuple(self._found)
+        return tuple(self._keys)
 
     def _read_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            known = vars(base)
+            attributes = vars(base)
             if base not in self._read and not is_trusted(base):
                 self._read.add(base)
-                self._state.watch_sized(known)
+                self._state.watch_sized(attributes)
             names = CALLS if is_trusted(base) else self._names
             fresh = [name for name in sorted(names) if (base, name) not in self._read]
-            fresh = [name for name in fresh if name in known]
+            fresh = [name for name in fresh if name in attributes]
             self._read.update((base, name) for name in fresh)
-            self._state.watch(fresh, known)
+            self._state.watch(fresh, attributes)
             for name in fresh:
-                self._follow(known[name], f"{base.__name__}.{name}")
+                self._follow(attributes[name], f"{base.__name__}.{name}")
 
     def _read_function(self, function: types.FunctionType) -> None:
         names = _names_in(function.__code__)
         self._names |= names
-        known = function.__globals__
-        read = sorted(names & known.keys())
-        self._state.watch(read, known)
+        module_globals = function.__globals__
+        read = sorted(names & module_globals.keys())
+        self._state.watch(read, module_globals)
         for name in read:
-            self._follow(known[name], f"{function.__module__}.{name}")
+            self._follow(module_globals[name], f"{function.__module__}.{name}")
 
     def _follow(self, value: Any, where: str) -> None:
         if isinstance(value, (staticmethod, classmethod)):
@@ -342,7 +342,7 @@ class _Reach:
         if isinstance(value, type) and not is_trusted(value) and not _is_of(TRANSFORMERS, value):
             self._roots[value] = None
         if not isinstance(value, nn.Module):
-            self._found.append((where, self._state.value(value, where)))
+            self._keys.append((where, self._state.value(value, where)))
 
 
 def is_trusted(value: Any) -> bool:
@@ -355,9 +355,9 @@ def _is_of(package: str, value: type) -> bool:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names of globals and attributes in a function and in those defined in it.
+    """Return the names of globals and attributes in a function and in functions defined in it.
 
-    Strings are among them: `getattr` reads attributes by such.
+    Strings are included, since `getattr` takes them.
     """
     names = set(code.co_names)
     for constant in code.co_consts:

@@ -1,20 +1,18 @@
-"""Products of few rows on a CPU, computed with weights packed for it.
+"""Linear layers of few rows on a CPU, with packed weights.
 
-A decoding step multiplies 1 to 64 rows by every weight of the model, where `F.linear` is slow.
-With weights that were packed once (see `packed_products`) the same product takes a half to a third
-of the time:
+A decoding step multiplies 1 to 64 rows by every weight of the model, where `F.linear` is slow. With
+weights that were packed once (see `packed_gemm`) the GEMM takes a half to a third of the time:
 
-    form                 products of         takes
-    packed weight        any rows            a second copy of the weights in memory
-    the same, bfloat16   any rows            half of that; for drafts alone
-    the same, padded     1 to 3 rows         where four rows take less time than one
-    (weight @ x.T).T     4 to 48 rows        nothing; float32 only
-    F.linear             the rest            nothing
+    form                       rows       memory
+    packed weight              any        a second copy of the weights
+    packed weight in bfloat16  any        half of that; for drafts only
+    packed weight, padded      1 to 3     as packed; where four rows are faster than one
+    (weight @ x.T).T           4 to 48    none; float32 only
+    F.linear                   others     none
 
-All add up the same products, in different order. Left alone: classes other than `nn.Linear`
-(quantised layers), dtypes other than float32 and bfloat16, modules with a forward of their own
-(accelerate), autograd, autocast; and whatever runs outside of `use_packed_linears`, in other
-threads or in between, to the last bit.
+The forms add in different order. Unchanged are classes other than `nn.Linear` (quantized layers),
+dtypes other than float32 and bfloat16, modules with an overridden forward (accelerate), autograd
+and autocast, and everything that runs outside of `use_packed_linears`, also in other threads.
 """
 
 from __future__ import annotations
@@ -30,48 +28,53 @@ from hf_spec_kernels.packed_linear import PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.backend.cpu.packed_copies import Copies, copies_of, make_copies
-from hf_spec.backend.cpu.packed_products import (
+from hf_spec.backend.cpu.packed_gemm import (
     SAME_BITS,
     Packed,
-    packed_product,
-    padded_product,
+    gemm,
+    padded_gemm,
     rounded_rows,
 )
+from hf_spec.backend.cpu.packed_weights import PackedForms, pack_weights, packed_weights_of
 from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 
-# With fewer elements the packed call costs more than it saves (measured, break-even at 256 x 256).
-# It is made anyway in dtypes of `SAME_BITS`.
+# Smaller weights are faster unpacked (break-even at 256 x 256). In dtypes of `SAME_BITS` they are
+# packed all the same.
 MIN_WEIGHT_ELEMENTS = 1 << 16
-# Rows for which (weight @ x.T).T was no slower than F.linear on either of two machines measured.
+# Numbers of rows for which (weight @ x.T).T is not slower than F.linear.
 TRANSPOSED_ROWS = range(4, 49)
-# For a weight that cannot be packed any more: every call uses the forward of the class.
-NO_COPIES = Copies(())
+# Of a weight that can no longer be packed: every call uses the forward of the class.
+NOT_PACKED = PackedForms(())
 
 
-class _Chosen(threading.local):
-    """Whether this thread runs a forward that wants its products fast, and need not be exact."""
+class _ThreadMode(threading.local):
+    """Settings of the forward pass that this thread runs.
+
+    Attributes:
+        fast: True inside `use_packed_linears`.
+        rounded: True if weights may be rounded to bfloat16, for drafts.
+    """
 
     fast: bool = False
     rounded: bool = False
 
 
-_chosen = _Chosen()
+_mode = _ThreadMode()
 # Modules inside an `install_packed_linears` block.
 _forwards = ForwardOverrides()
 
 
 class _Checks(threading.local):
-    """Weights that this thread has compared with their packed copies.
+    """Weights that this thread has compared with their packed forms.
 
-    They are compared again after something ran that may have changed them: another call of the
-    thread, made by a logits processor for instance, with an adapter merged for it.
+    They are compared again after code ran that may have changed them, such as a nested call by a
+    logits processor that merges an adapter.
 
     Attributes:
-        epoch: counts the occasions for comparing all weights again.
-        sessions: how many sessions of this thread are open.
-        ran: whether a forward pass ran in this epoch.
-        done: (id of the weight, rounded) of the weights that were compared in this epoch.
+        epoch: number of times that all comparisons became outdated.
+        sessions: number of open sessions of this thread.
+        ran: True if a forward pass ran in this epoch.
+        done: (id of the weight, rounded) of weights that were compared in this epoch.
     """
 
     epoch: int = 0
@@ -82,14 +85,14 @@ class _Checks(threading.local):
         self.done: set[tuple[int, bool]] = set()
 
     def renew(self) -> None:
-        """Begin an epoch."""
+        """Start an epoch."""
         self.epoch += 1
         self.ran = False
         self.done.clear()
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Count a session. What ran before it, and inside it, may have changed weights."""
+        """Count a session. Code that ran before or inside it may have changed weights."""
         if self.ran or not self.sessions:
             self.renew()
         self.sessions += 1
@@ -105,20 +108,22 @@ _checks = _Checks()
 
 
 class PackedLinears:
-    """The linear layers of a model that can have packed weights, during one generation."""
+    """Linear layers of a model whose weights can be packed, during one generation."""
 
     def __init__(self, modules: Sequence[nn.Module], rounded: bool):
         suitable = (module for module in modules if type(module) is nn.Linear)
-        self._linears = [one for one in suitable if has_fast_forward(one) or _is_suitable(one)]
+        self._linears = [
+            linear for linear in suitable if has_fast_forward(linear) or _is_suitable(linear)
+        ]
         self._rounded = rounded
         self._compare()
 
     def refresh(self) -> None:
-        """Pack weights again that have changed; call before every forward pass of the model.
+        """Pack changed weights again; call before every forward pass of the model.
 
-        A change through `.data` is seen if this thread has made another speculative call since.
+        A change through `.data` is detected if this thread made another speculative call since.
         """
-        weights = [one.weight for one in self._linears]
+        weights = [linear.weight for linear in self._linears]
         if not all(map(is_, weights, self._weights)) or _versions(weights) != self._seen:
             _checks.renew()
         if self._epoch != _checks.epoch:
@@ -126,30 +131,29 @@ class PackedLinears:
         _checks.ran = True
 
     def _compare(self) -> None:
-        """Compare weights with their packed copies, which reads every weight once."""
+        """Compare weights with their packed forms, which reads every weight once."""
         self._epoch = _checks.epoch
-        self._weights = [one.weight for one in self._linears]
+        self._weights = [linear.weight for linear in self._linears]
         self._seen = _versions(self._weights)
         fresh = [w for w in self._weights if (id(w), self._rounded) not in _checks.done]
-        make_copies([w for w in fresh if _is_packable(w)], self._rounded)
+        pack_weights([w for w in fresh if _is_packable(w)], self._rounded)
         _checks.done.update((id(weight), self._rounded) for weight in fresh)
         for linear in self._linears:
             if isinstance(forward := vars(linear).get("forward"), _PackedForward):
-                forward.bind(_copies_for(linear))
+                forward.bind(_packed_forms_for(linear))
 
 
 @contextlib.contextmanager
 def install_packed_linears(model: nn.Module, rounded: bool = False) -> Iterator[PackedLinears]:
-    """Install forwards with packed weights, which compute inside `use_packed_linears`.
+    """Install forwards with packed weights, which take effect inside `use_packed_linears`.
 
-    They are removed when the last block that uses a module ends; packed weights are cached. Entry
-    reads every weight once, to pack those again that have changed in whatever way; this takes less
-    than one decoding step.
+    They are removed when the last block that uses a module ends; packed weights stay cached.
+    Entering reads every weight once to detect changes, which takes less than a decoding step.
 
     Args:
-        model: any module; parts on other devices are left alone.
-        rounded: True for a model that drafts: its weights may be rounded to bfloat16. Others that
-            compute with the same modules are not affected.
+        model: any module; parts on other devices are unchanged.
+        rounded: True for a draft model: its weights may be rounded to bfloat16. Other users of the
+            same modules are not affected.
     """
     modules = [] if torch.is_autocast_enabled("cpu") else list(model.modules())
     with _checks.session():
@@ -159,35 +163,35 @@ def install_packed_linears(model: nn.Module, rounded: bool = False) -> Iterator[
 
 
 def packed_changes() -> int:
-    """Return a number that changes when a linear layer in use gets other packed weights."""
+    """Return a counter of changes of the packed weights that linear layers use."""
     return _PackedForward.changes
 
 
 @contextlib.contextmanager
 def use_packed_linears(rounded: bool = False) -> Iterator[None]:
-    """What this thread runs of models made ready computes its products in their fastest form.
+    """Run the installed forwards of this thread with packed weights inside the block.
 
-    With `rounded`, of weights that were rounded for it.
+    With `rounded`, weights may be rounded to bfloat16.
     """
-    before, _chosen.fast, _chosen.rounded = (_chosen.fast, _chosen.rounded), True, rounded
+    before, _mode.fast, _mode.rounded = (_mode.fast, _mode.rounded), True, rounded
     try:
         yield
     finally:
-        _chosen.fast, _chosen.rounded = before
+        _mode.fast, _mode.rounded = before
 
 
 def has_fast_forward(module: nn.Module) -> bool:
-    """Whether a module has a forward from here, and none of its own or of somebody else."""
+    """Return True if the forward of a module is the one that `install_packed_linears` installed."""
     return _forwards.has(module)
 
 
 def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
-    """The forwards of those modules that have a faster one."""
-    linears = [one for one in modules if type(one) is nn.Linear and _is_suitable(one)]
+    """Return faster forwards for the linear layers among modules."""
+    linears = [part for part in modules if type(part) is nn.Linear and _is_suitable(part)]
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for linear in linears:
-        if (copies := _copies_for(linear)) is not None:
-            forwards[linear] = _PackedForward(linear, copies)
+        if (forms := _packed_forms_for(linear)) is not None:
+            forwards[linear] = _PackedForward(linear, forms)
         elif linear.weight.dtype == torch.float32:
             forwards[linear] = _transposed_forward(linear)
     return forwards
@@ -197,9 +201,9 @@ def _is_suitable(module: nn.Linear) -> bool:
     return "forward" not in module.__dict__ and _has_packable_weight(module)
 
 
-def _copies_for(module: nn.Linear) -> Copies | None:
-    """Return the packed copies of the weight that a layer has now."""
-    return copies_of(module.weight) if _has_packable_weight(module) else None
+def _packed_forms_for(module: nn.Linear) -> PackedForms | None:
+    """Return the packed forms of a layer's current weight."""
+    return packed_weights_of(module.weight) if _has_packable_weight(module) else None
 
 
 def _has_packable_weight(module: nn.Linear) -> bool:
@@ -210,7 +214,7 @@ def _has_packable_weight(module: nn.Linear) -> bool:
 
 
 def _is_packable(weight: Tensor | None) -> bool:
-    # Pruning and the like recompute the weight, which is then no parameter; torchao subclasses it.
+    # With pruning the weight is recomputed and not a parameter; torchao uses a subclass.
     return (
         type(weight) is nn.Parameter
         and weight.device.type == "cpu"
@@ -221,84 +225,84 @@ def _is_packable(weight: Tensor | None) -> bool:
 
 
 def _versions(weights: Sequence[Tensor]) -> list[int]:
-    """Return the counters of changes in place; tensors of inference mode have none."""
+    """Return the counters of in-place changes; inference tensors have none."""
     return [-1 if weight.is_inference() else weight._version for weight in weights]
 
 
 def reads_rounded_weights() -> bool:
-    """Whether what this thread runs may read weights that were rounded for drafts."""
-    return _chosen.rounded
+    """Return True if this thread may read weights that were rounded for drafts."""
+    return _mode.rounded
 
 
-def kernel_weight(product: nn.Linear | Tensor, rows: int) -> PackedWeight | Tensor | None:
-    """What our kernel reads for this thread's product of so many rows with a layer, or a weight.
+def kernel_weight(linear: nn.Linear | Tensor, rows: int) -> PackedWeight | Tensor | None:
+    """Return the weight that our kernel reads for `rows` rows of a linear layer, or of a weight.
 
-    Small weights are as they are; None where the kernel has nothing to read, or many rows are
-    faster otherwise. A single product of one row may be, too; several with what lies in between are
-    not.
+    Small weights are read unpacked. The result is None if another form is faster for many rows, or
+    the weight is not packed for our kernel. For few rows our kernel is used even where a single
+    GEMM is faster otherwise, since a compiled layer saves more.
     """
-    if isinstance(product, nn.Linear) and has_fast_forward(product):
-        forward = product.__dict__["forward"]
+    if isinstance(linear, nn.Linear) and has_fast_forward(linear):
+        forward = linear.__dict__["forward"]
         packed = forward.packed(rows, least=1) if isinstance(forward, _PackedForward) else None
         return packed if isinstance(packed, PackedWeight) else None
-    weight = product if isinstance(product, Tensor) else product.weight
+    weight = linear if isinstance(linear, Tensor) else linear.weight
     return weight if weight.numel() < MIN_WEIGHT_ELEMENTS and weight.is_contiguous() else None
 
 
 class _PackedForward:
-    """The forward of a linear layer with packed copies; that of its class for other input.
+    """Forward of a linear layer with packed weights; falls back to `F.linear`.
 
     Attributes:
-        changes: how often any of these was bound to other packed copies.
+        changes: class-wide counter of `bind` calls that changed the packed weights.
     """
 
     changes = 0
 
-    def __init__(self, module: nn.Linear, copies: Copies):
+    def __init__(self, module: nn.Linear, forms: PackedForms):
         self._module = module
-        self._copies = NO_COPIES
-        self.bind(copies)
+        self._forms = NOT_PACKED
+        self.bind(forms)
 
-    def bind(self, copies: Copies | None) -> None:
-        """Take the module as it is now, with packed copies of its weight if there are any."""
+    def bind(self, forms: PackedForms | None) -> None:
+        """Take the module's current bias and dtype, and the packed forms of its weight if any."""
         module = self._module
-        self._copies, before = copies or NO_COPIES, self._copies
+        self._forms, before = forms or NOT_PACKED, self._forms
         self._bias = module.bias
         self._dtype, self._width = module.weight.dtype, module.in_features
-        if self._copies is not before:
+        if self._forms is not before:
             _PackedForward.changes += 1
 
     def _plain(self, states: Tensor) -> Tensor:
         return F.linear(states, self._module.weight, self._module.bias)
 
     def packed(self, rows: int, least: int | None = None) -> Packed | None:
-        """The copy that serves this thread's products of so many rows; None if none does.
+        """Return the packed weight that this thread uses for `rows` rows; None for `F.linear`.
 
-        `least` rows are given where fewer than those measured are served, too.
+        `least` overrides the measured least number of rows.
         """
-        copies = self._copies
-        exact, rounded = copies.exact, copies.rounded if _chosen.rounded else None
+        forms = self._forms
+        exact, rounded = forms.exact, forms.rounded if _mode.rounded else None
         if rounded is not None and (exact is None or rows <= rounded_rows()):
             return rounded
         if least is None:
-            least = max(copies.rows.least, copies.rows.padded)
-        return exact if least <= rows <= copies.rows.most else None
+            least = max(forms.rows.least, forms.rows.padded)
+        return exact if least <= rows <= forms.rows.most else None
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
-        """The product."""
+        """Compute the linear layer."""
         width = self._width
         other = input.dtype != self._dtype or input.shape[-1] != width
-        if other or not _chosen.fast or _is_left_alone():
+        if other or not _mode.fast or _is_left_alone():
             return self._plain(input)
         rows = input.numel() // width
         if (packed := self.packed(rows)) is not None:
-            return packed_product(input, packed, self._bias)
-        exact, padded = self._copies.exact, self._copies.rows.padded
-        if exact is None or not self._copies.rows.least <= rows < padded:
+            return gemm(input, packed, self._bias)
+        exact, padded = self._forms.exact, self._forms.rows.padded
+        if exact is None or not self._forms.rows.least <= rows < padded:
             return self._plain(input)
-        # In a step the rows are one axis: views take as long as other small operations.
+        # Steps have a single axis of rows; a view takes as long as any small operation.
         lines = input if input.shape[-2:-1] == (rows,) else input.reshape(rows, width)
-        output = padded_product(lines, exact, self._bias, padded)
+        output = padded_gemm(lines, exact, self._bias, padded)
         return output if lines is input else output.view(*input.shape[:-1], -1)
 
 
@@ -309,14 +313,14 @@ def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
         weight, bias = module.weight, module.bias
         rows = input.numel() // width
         if (
-            not _chosen.fast
+            not _mode.fast
             or rows not in TRANSPOSED_ROWS
             or not input.dtype == weight.dtype == torch.float32
             or input.shape[-1] != width
             or _is_left_alone()
         ):
             return F.linear(input, weight, bias)
-        # Contiguous, since models call `view` on what a linear layer returns.
+        # Contiguous, since models call `view` on the result.
         output = (weight @ input.reshape(rows, width).T).T.contiguous()
         if bias is not None:
             output += bias
@@ -326,5 +330,5 @@ def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 def _is_left_alone() -> bool:
-    """Whether a product is one of autograd, or of autocast, which may begin inside a forward."""
+    """Return True under autograd or autocast, which may begin inside a forward pass."""
     return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_spec.backend.cpu.packed_copies import set_cpu_packing
+from hf_spec.backend.cpu.packed_weights import set_cpu_packing
 from hf_spec.common.compat import cache_argument
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -50,8 +50,15 @@ class PackedWeight:
         """Memory in bytes."""
         return self.blocks.nbytes
 
+    @cached_property
+    def kernel(self) -> ctypes._NamedFuncPointer:
+        """The C++ function for this weight."""
+        function: ctypes._NamedFuncPointer
+        function = getattr(_library(), f"linear_{_NAMES[self.dtype, self.blocks.dtype]}")
+        return function
+
     def unpacked(self) -> Tensor:
-        """The (N, K) weight."""
+        """Return the (N, K) weight."""
         whole = self.blocks.transpose(1, 2).flatten(2).flatten(0, 1)
         return whole[: self.num_outputs, : self.num_inputs]
 
@@ -122,7 +129,7 @@ def packed_linear(
         return F.linear(states, weight.unpacked().to(states.dtype), bias)
     states = states.contiguous()
     results = states.new_empty(*states.shape[:-1], num_outputs)
-    _function(weight)(
+    weight.kernel(
         states.data_ptr(),
         blocks.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -137,14 +144,8 @@ def packed_linear(
 
 
 def multiplier(weight: PackedWeight) -> int:
-    """Where the kernel for a weight is, for other C++ to call."""
-    return ctypes.cast(_function(weight), ctypes.c_void_p).value or 0
-
-
-def _function(weight: PackedWeight) -> ctypes._NamedFuncPointer:
-    function: ctypes._NamedFuncPointer
-    function = getattr(_library(), f"linear_{_NAMES[weight.dtype, weight.blocks.dtype]}")
-    return function
+    """Return the address of the kernel for a weight, for other C++ to call."""
+    return ctypes.cast(weight.kernel, ctypes.c_void_p).value or 0
 
 
 @cache

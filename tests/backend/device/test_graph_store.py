@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_spec.backend.device import graph_store
-from hf_spec.backend.device.graph_store import Kept, state_of
+from hf_spec.backend.device.graph_store import StoredGraphs, state_of
 from tests import tiny_models
 
 
@@ -25,8 +25,8 @@ def nothing_kept() -> Iterator[None]:
     graph_store.forget()
 
 
-def kept(net: nn.Module, key: object, capacity: int = 256) -> Kept:
-    return Kept(key, state_of(net), capacity, ({}, {}), {}, None)  # type: ignore[arg-type]
+def kept(net: nn.Module, key: object, capacity: int = 256) -> StoredGraphs:
+    return StoredGraphs(key, state_of(net), capacity, ({}, {}), {}, None)  # type: ignore[arg-type]
 
 
 def model() -> Any:
@@ -42,36 +42,36 @@ class TestStore:
     def test_what_is_taken_is_gone(self) -> None:
         net = nn.Linear(1, 1)
         one = kept(net, "a")
-        graph_store.give(net, one)
-        assert graph_store.take(nn.Linear(1, 1), "a", 0) is None
-        assert graph_store.take(net, "a", 256) is one
-        assert graph_store.take(net, "a", 0) is None
+        graph_store.put(net, one)
+        assert graph_store.pop(nn.Linear(1, 1), "a", 0) is None
+        assert graph_store.pop(net, "a", 256) is one
+        assert graph_store.pop(net, "a", 0) is None
 
     @pytest.mark.parametrize("reason", ["key", "room", "state"])
     def test_what_does_not_fit_is_freed(self, reason: str) -> None:
         net = nn.Linear(1, 1)
-        graph_store.give(net, kept(net, "a"))
+        graph_store.put(net, kept(net, "a"))
         if reason == "state":
             net.weight = nn.Parameter(net.weight.detach().clone())
-        found = graph_store.take(net, "b" if reason == "key" else "a", 257 * (reason == "room"))
+        found = graph_store.pop(net, "b" if reason == "key" else "a", 257 * (reason == "room"))
         assert found is None
-        assert net not in graph_store._kept
+        assert net not in graph_store._stored
 
     def test_one_pool_is_kept_of_a_model(self) -> None:
         net = nn.Linear(1, 1)
         first, second = kept(net, "a"), kept(net, "b")
         gone = weakref.ref(first)
-        graph_store.give(net, first)
-        graph_store.give(net, second)
+        graph_store.put(net, first)
+        graph_store.put(net, second)
         del first
         assert gone() is None
-        assert graph_store.take(net, "b", 0) is second
+        assert graph_store.pop(net, "b", 0) is second
 
     def test_it_goes_with_the_model(self) -> None:
         net = nn.Linear(1, 1)
         one = kept(net, "a")
         gone = weakref.ref(one)
-        graph_store.give(net, one)
+        graph_store.put(net, one)
         graph_store.refuse(net, "why")
         assert graph_store.refusal(net) == "why"
         del net, one
@@ -82,10 +82,10 @@ class TestStore:
         nets = nn.Linear(1, 1), nn.Linear(1, 1)
         for forget, refusal in ((graph_store.free, "why"), (graph_store.forget, None)):
             for net in nets:
-                graph_store.give(net, kept(net, "a"))
+                graph_store.put(net, kept(net, "a"))
                 graph_store.refuse(net, "why")
             forget()
-            assert [graph_store.take(net, "a", 0) for net in nets] == [None, None]
+            assert [graph_store.pop(net, "a", 0) for net in nets] == [None, None]
             assert [graph_store.refusal(net) for net in nets] == [refusal, refusal]
 
 

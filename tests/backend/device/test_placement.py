@@ -11,7 +11,7 @@ from accelerate import disk_offload
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from hf_spec.backend.device.placement import dense_copy, execution_device, is_quantised, weight_rows
+from hf_spec.backend.device.placement import dense_copy, execution_device, is_quantized, weight_rows
 from hf_spec.common.errors import UnsupportedError
 
 ROWS = torch.tensor([4, 0])
@@ -44,17 +44,17 @@ def test_rows_in_memory_and_on_disk(tmp_path: Path) -> None:
     assert execution_device(table) == torch.device("cpu")
 
 
-def test_a_dense_copy_of_what_is_quantised() -> None:
+def test_a_dense_copy_of_what_is_quantized() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(Halves(nn.Linear(3, 5)), nn.ReLU(), nn.Linear(5, 2))
-    assert is_quantised(layers[0])
-    assert not is_quantised(layers[2])
+    assert is_quantized(layers[0])
+    assert not is_quantized(layers[2])
     copied = dense_copy(layers, torch.float32)
     assert isinstance(copied[0], nn.Linear)  # type: ignore[index]
     assert isinstance(layers[0], Halves)
     given = torch.randn(4, 3)
     torch.testing.assert_close(copied(given), layers(given))
-    with pytest.raises(UnsupportedError, match="leave embedding and head out"):
+    with pytest.raises(UnsupportedError, match="exclude embedding and head"):
         weight_rows(layers[0])
 
 

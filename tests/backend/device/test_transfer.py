@@ -14,7 +14,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, TopKLogitsWarper
 
 from hf_spec import DraftConfig, EagleConfig, GsdConfig, TreeConfig
 from hf_spec.adapters.published import read_published
-from hf_spec.backend.device.transfer import ALIGNMENT, Block, fetch, fetch_all, send
+from hf_spec.backend.device.transfer import ALIGNMENT, PinnedBuffer, fetch, fetch_all, send
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.engine.decode.drafter import Drafter
@@ -46,7 +46,7 @@ MIXED = [
 
 
 def test_a_block_holds_what_was_put_in() -> None:
-    block = Block(MIXED, torch.device("cpu"))
+    block = PinnedBuffer(MIXED, torch.device("cpu"))
     block.fill(MIXED)
     for mine, tensor in zip(block.tensors, MIXED, strict=True):
         assert mine.dtype == tensor.dtype

@@ -21,7 +21,7 @@ from torch import Tensor
 import hf_spec
 from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.capture import cuda_graphs, padded_steps, set_cuda_graphs
-from hf_spec.backend.device.graph_store import Kept
+from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.backend.device.waits import NoWaits
 from hf_spec.engine.fast import cuda_graphs as step_graphs
 from hf_spec.engine.fast.cuda_graphs import StepGraphs, obstacle
@@ -317,7 +317,7 @@ class TestLaterCalls:
         first, _ = self.counts()
         for kind in ("ragged", "one"):
             self.counts(kind)
-            assert graph_store._kept[model].buffers[0][0].shape[0] == len(
+            assert graph_store._stored[model].buffers[0][0].shape[0] == len(
                 tiny_models.prompts("llama", kind)["input_ids"]
             )
         assert first > 0
@@ -328,7 +328,7 @@ class TestLaterCalls:
     ) -> None:
         monkeypatch.setattr(step_graphs, "MAX_KEPT_TOKENS", 100)
         self.counts()
-        assert len(graph_store._kept) == 0
+        assert len(graph_store._stored) == 0
 
     def test_a_draft_model_keeps_its_own(self, recorded: list[int]) -> None:
         options = tiny_models.speculation("llama", "draft")
@@ -384,7 +384,7 @@ class TestLaterCalls:
                 prompts, spec_strategy="lookup", max_new_tokens=6, do_sample=False
             )
             assert len(outputs) == 3
-        assert len(graph_store._kept) == 0
+        assert len(graph_store._stored) == 0
 
 
 def test_a_forward_that_waits_is_found_before_it_is_recorded(
@@ -447,12 +447,12 @@ class TestOutOfMemory:
 
         monkeypatch.setattr(ModelRunner, "_compute", failing)
         other = torch.nn.Linear(1, 1)
-        graph_store.give(other, Kept("a", None, 1, ({}, {}), {}, None))
+        graph_store.put(other, StoredGraphs("a", None, 1, ({}, {}), {}, None))
         self.check(model, step_graphs.OUT_OF_MEMORY)
         length = tiny_models.prompts("llama", "one")["input_ids"].shape[1]
         assert calls[0] == calls[1] > length + 12
         assert length < calls[2] < length + 12
-        assert other not in graph_store._kept
+        assert other not in graph_store._stored
         self.check(model, None)
 
     def test_the_storage_itself(self, model: Any, recorded: list[int]) -> None:

@@ -15,8 +15,8 @@ from hf_spec_kernels import using
 from torch import Tensor
 
 import hf_spec
-from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, copies_of, set_cpu_packing
-from hf_spec.backend.cpu.packed_products import rounded_rows
+from hf_spec.backend.cpu.packed_gemm import rounded_rows
+from hf_spec.backend.cpu.packed_weights import clear_cpu_packing, packed_weights_of, set_cpu_packing
 from hf_spec.engine.fast import layer_call as bound_program
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.forward.draft_tree import DraftTree
@@ -135,7 +135,7 @@ def test_packed_weights_are_held_by_calls_alone() -> None:
     hf_spec.compile(model)
     given = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 4, "do_sample": False}
     model.generate(**given, spec_strategy="none")
-    copies = copies_of(model.model.layers[0].mlp.up_proj.weight)
+    copies = packed_weights_of(model.model.layers[0].mlp.up_proj.weight)
     assert copies is not None
     held = weakref.ref(copies.exact)
     del copies

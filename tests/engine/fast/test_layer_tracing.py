@@ -33,7 +33,7 @@ def test_a_layer_is_one_function() -> None:
     layer = copy.deepcopy(tiny_models.build("llama")).model.layers[0].mlp
     call = LayerCall((torch.randn(1, 1, 32),), {})
     program = compile_layer(layer, tensors_of(layer), call)
-    assert [one.rows for one in program.source.products] == [1, 1, 1]
+    assert [one.rows for one in program.source.linears] == [1, 1, 1]
     assert program.source.attention is None
     assert program.result([call.tensors[0]]) is call.tensors[0]
 

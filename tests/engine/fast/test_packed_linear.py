@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from hf_spec.backend.cpu import packed_copies, packed_products
-from hf_spec.backend.cpu.packed_copies import (
-    Copies,
+from hf_spec.backend.cpu import packed_gemm, packed_weights
+from hf_spec.backend.cpu.packed_gemm import EVERY_ROW, NO_LIMIT, Rows, form_of, pack
+from hf_spec.backend.cpu.packed_weights import (
+    PackedForms,
     clear_cpu_packing,
     cpu_packing_bytes,
     set_cpu_packing,
 )
-from hf_spec.backend.cpu.packed_products import EVERY_ROW, NO_LIMIT, Rows, form_of, pack
 from hf_spec.engine.fast import packed_linear as cpu_linear
 from hf_spec.engine.fast.packed_linear import (
     PackedLinears,
@@ -62,9 +62,9 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
     calls: list[nn.Linear] = []
 
     class Counting(cpu_linear._PackedForward):
-        def bind(self, copies: Copies | None) -> None:
+        def bind(self, copies: PackedForms | None) -> None:
             super().bind(copies)
-            self._copies.rows = EVERY_ROW
+            self._forms.rows = EVERY_ROW
 
         def __call__(self, input: Tensor) -> Tensor:  # noqa: A002
             calls.append(self._module)
@@ -393,7 +393,7 @@ def test_off_frees_the_copies_and_uses_the_form_without(
 def test_other_rows_are_left_to_linear() -> None:
     linear = nn.Linear(WIDTH, 320)
     poisoned = pack(torch.full_like(linear.weight, 1e6))
-    copies = Copies((), poisoned, rows=Rows(3, 64))
+    copies = PackedForms((), poisoned, rows=Rows(3, 64))
     forward = cpu_linear._PackedForward(linear, copies)
     with torch.no_grad(), use_packed_linears():
         for rows in (1, 2, 65):
@@ -409,7 +409,7 @@ def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
     linear = nn.Linear(WIDTH, 320, bias=has_bias)
     x = torch.randn(*shape, WIDTH)
     with torch.no_grad(), use_packed_linears():
-        copies = Copies((), pack(linear.weight), rows=Rows(1, NO_LIMIT, padded=4))
+        copies = PackedForms((), pack(linear.weight), rows=Rows(1, NO_LIMIT, padded=4))
         forward = cpu_linear._PackedForward(linear, copies)
         found = forward(x)
         torch.testing.assert_close(found, linear(x), atol=1e-4, rtol=0)
@@ -429,9 +429,9 @@ def test_what_a_kernel_reads_for_a_product() -> None:
     assert kernel_weight(large, 5) is None
     with install_packed_linears(nn.ModuleList([large, small])):
         forward = large.__dict__["forward"]
-        forward._copies.rows = Rows(3, 64)
+        forward._forms.rows = Rows(3, 64)
         packed = kernel_weight(large, 5)
-        assert isinstance(packed, PackedWeight) == (form_of(torch.float32) is packed_products.OWN)
+        assert isinstance(packed, PackedWeight) == (form_of(torch.float32) is packed_gemm.OWN)
         # What a product of its own would leave to F.linear, several of a program do not.
         assert kernel_weight(large, 1) is packed
         assert kernel_weight(large, 65) is None
@@ -467,7 +467,7 @@ class TestRounded:
 
     @pytest.fixture(autouse=True)
     def pays(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (cpu_linear, packed_products):
+        for module in (cpu_linear, packed_gemm):
             monkeypatch.setattr(module, "rounded_rows", lambda: 64)
 
     @torch.no_grad()
@@ -507,7 +507,7 @@ class TestRounded:
             clear_cpu_packing()
 
     def test_a_block_of_its_own_for_each(self, model: Tied, packed_calls: list[nn.Linear]) -> None:
-        """Copies stay, and each block finds those that it needs."""
+        """PackedForms stay, and each block finds those that it needs."""
         expected = run(model)
         for _ in range(2):
             drafted = self.drafted(model)
@@ -536,7 +536,7 @@ class TestRounded:
     def test_nothing_is_where_it_does_not_pay(
         self, model: Tied, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(packed_products, "rounded_rows", lambda: 0)
+        monkeypatch.setattr(packed_gemm, "rounded_rows", lambda: 0)
         assert_same(self.drafted(model), run(model))
         assert cpu_packing_bytes() >= model.up.weight.nbytes
 
@@ -549,7 +549,7 @@ class TestRounded:
         ["draft", "tree", "falcon", "eagle", "block", "heads", "disco", "gemma_assistant"],
     )
     def test_it_reaches_no_target(self, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Copies full of nonsense serve drafts, and change no output."""
+        """PackedForms full of nonsense serve drafts, and change no output."""
         nonsense, used = [], []
 
         def spoiled(weight: Tensor) -> object:
@@ -558,11 +558,11 @@ class TestRounded:
 
         def product(states: Tensor, packed: Any, *rest: Any) -> Tensor:
             used.extend(one for one in nonsense if one is packed)
-            return packed_products.packed_product(states, packed, *rest)
+            return packed_gemm.gemm(states, packed, *rest)
 
         monkeypatch.setattr(cpu_linear, "MIN_WEIGHT_ELEMENTS", 1)
-        monkeypatch.setattr(packed_copies, "pack_rounded", spoiled)
-        monkeypatch.setattr(cpu_linear, "packed_product", product)
+        monkeypatch.setattr(packed_weights, "pack_rounded", spoiled)
+        monkeypatch.setattr(cpu_linear, "gemm", product)
         model, prompt = tiny_models.build("llama"), tiny_models.settled_prompt("llama")
         call = {"max_new_tokens": 12, "do_sample": False}
         plain = model.generate(prompt, **call)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from hf_spec.backend.device import graph_store
-from hf_spec.backend.device.graph_store import Kept
+from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.forward.kv_pool import (
@@ -131,10 +131,10 @@ class TestOutOfMemory:
         before = [buffer.clone() for buffer in content(pool)]
         net = torch.nn.Linear(1, 1)
         stored = {0: torch.zeros(1).new_zeros(400 * self.PER_TOKEN // 4)}
-        graph_store.give(net, Kept("a", None, 1, (stored, {}), {}, None))
+        graph_store.put(net, StoredGraphs("a", None, 1, (stored, {}), {}, None))
         del stored
         pool.reserve(MIN_CAPACITY + 100)
-        assert graph_store.take(net, "a", 0) is None
+        assert graph_store.pop(net, "a", 0) is None
         assert pool.capacity == MIN_CAPACITY + 100 + LITTLE_ROOM
         for old, new in zip(before, content(pool), strict=True):
             assert torch.equal(new[:, :, :MIN_CAPACITY], old)

@@ -1,15 +1,13 @@
-"""Products on a CPU with weights that were packed for them: forms, and where each is fast here.
+"""GEMMs with packed weights on a CPU: the available forms, and when each is fastest.
 
-Two forms know how to pack. Our own kernel (`hf_spec_kernels.packed_linear`) reads the weight from
-one end to the other, as fast as memory goes, which is what few rows wait for; it needs a C++
-compiler. oneDNN's needs two private operators of PyTorch. Either is tried on a sample first, and
-what serves is decided by times taken on this machine: a form for each dtype, and for every shape of
-weight the numbers of rows for which `F.linear` is slower.
+There are two forms. Our kernel (`hf_spec_kernels.packed_linear`) reads the weight sequentially, at
+memory bandwidth, which bounds GEMMs of few rows; it needs a C++ compiler. oneDNN's form needs two
+private operators of PyTorch. Each is checked on a sample, and measurements on this machine select a
+form per dtype, and per weight shape the numbers of rows for which `F.linear` is slower.
 
-All add up the same products, in different order. In bfloat16 that shows in the tokens. There our
-kernel serves all products where it can be built: a row's result has the same bits for every number
-of rows. Drafts need not be exact to the last bit: for them there is a form with weights in
-bfloat16, which is less to read.
+The forms add in different order. In bfloat16 that changes tokens, so there our kernel runs all
+GEMMs if it can be built: the bits of a row do not depend on the number of rows. Drafts need not be
+exact, so for them there is a form with weights in bfloat16, which is less memory to read.
 """
 
 from __future__ import annotations
@@ -29,42 +27,41 @@ from torch.nn import functional as F
 
 logger = logging.getLogger(__name__)
 
-# A weight packed for 16 rows serves 1 to 300 as well as one packed for that number (measured).
+# Packing for 16 rows is as fast for 1 to 300 rows as packing for that number (measured).
 PACKED_ROWS = 16
 NO_LIMIT = 1 << 62
-# Dtypes in which a row's result must not depend on the number of rows: two sums of another order
-# often round to different numbers, and greedy output would differ between strategies.
+# Dtypes in which a row's result must not depend on the number of rows: sums in different order
+# often round differently, and greedy output would depend on the strategy.
 SAME_BITS = {torch.bfloat16}
-# One row may take longer than so many: on an EPYC of two cores those of SmolLM2-135M took 49 ms by
-# F.linear and 42 ms packed by oneDNN, four of its packed ones 35 ms.
+# In oneDNN one row may take longer than four, so fewer rows are padded to this number.
 PADDED_ROWS = 4
-# Weights that forms are timed on, in bytes: more than a cache holds, as in a model.
+# Bytes of weights that forms are timed on: larger than any cache, as in a model.
 TIMED_BYTES = 64 << 20
-# Rows of a step at which the two forms are compared.
+# Numbers of rows at which forms are compared.
 TIMED_ROWS = (1, 8)
-# So many times as fast as our kernel another form must be: only layers whose products are ours run
-# as one program, and what else is computed in a layer takes a third of its products' time.
+# Required speedup of another form over our kernel. Only layers that run our kernel can be compiled,
+# and operations other than GEMMs take about a third of the GEMMs' time.
 HEAD_START = 1.2
 
 Packed: TypeAlias = PackedWeight | Tensor
-Product: TypeAlias = Callable[..., Tensor]
+Gemm: TypeAlias = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Form:
-    """A way to pack a weight, and the product with what came of it."""
+    """A packing of weights, and the GEMM that reads it."""
 
     name: str
     pack: Callable[[Tensor], Packed]
-    product: Product
+    gemm: Gemm
 
 
 class Rows(NamedTuple):
-    """Which products packed weights are used for.
+    """Numbers of rows for which packed weights are used.
 
     Attributes:
-        least, most: rows.
-        padded: fewer rows than this are computed as so many.
+        least, most: bounds, inclusive.
+        padded: fewer rows are padded to this number.
     """
 
     least: int
@@ -79,7 +76,7 @@ def _onednn_pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
 
 
-def _onednn_product(states: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+def _onednn_gemm(states: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     output: Tensor = torch.ops.mkldnn._linear_pointwise.default(
         states, packed, bias, "none", [], ""
     )
@@ -92,31 +89,31 @@ def _pack_rounded(weight: Tensor) -> PackedWeight:
 
 OWN = Form("our kernel", pack_weight, packed_linear)
 ROUNDED = Form("our kernel, weights in bfloat16", _pack_rounded, packed_linear)
-ONEDNN = Form("oneDNN", _onednn_pack, _onednn_product)
+ONEDNN = Form("oneDNN", _onednn_pack, _onednn_gemm)
 FORMS = (OWN, ONEDNN)
 
 
 @torch.no_grad()
 def pack(weight: Tensor) -> Packed | None:
-    """A packed copy of an (N, K) weight for `packed_product`; None where no form serves."""
+    """Pack an (N, K) weight for `gemm`; return None if no form is available."""
     form = form_of(weight.dtype)
     return None if form is None else form.pack(weight.detach())
 
 
 @torch.no_grad()
 def pack_rounded(weight: Tensor) -> Packed | None:
-    """A packed copy of an (N, K) weight in bfloat16; None where that is no faster than `pack`."""
-    return ROUNDED.pack(weight.detach()) if rounding_pays(weight) else None
+    """Pack an (N, K) weight in bfloat16; return None if that is not faster than `pack`."""
+    return ROUNDED.pack(weight.detach()) if is_rounding_faster(weight) else None
 
 
-def rounding_pays(weight: Tensor) -> bool:
-    """Whether products with a copy in bfloat16 are faster than with an exact one."""
+def is_rounding_faster(weight: Tensor) -> bool:
+    """Return True if GEMMs with the weight in bfloat16 are faster than with the exact one."""
     return weight.dtype == torch.float32 and rounded_rows() > 0
 
 
 @functools.cache
 def rounded_rows() -> int:
-    """Most rows for which weights in bfloat16 make products in float32 faster here; 0 for none."""
+    """Return the most rows for which bfloat16 weights speed up float32 GEMMs here; 0 for none."""
     exact = form_of(torch.float32)
     if exact is None or obstacle(OWN, torch.float32) is not None:
         return 0
@@ -126,38 +123,37 @@ def rounded_rows() -> int:
     return NO_LIMIT if _fastest_form((exact, ROUNDED), torch.float32, (many,)) is ROUNDED else few
 
 
-def packed_product(states: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` with a packed weight."""
+def gemm(states: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
+    """Compute `F.linear` with a packed weight."""
     if isinstance(packed, PackedWeight):
         return packed_linear(states, packed, bias)
-    return _onednn_product(states, packed, bias)
+    return _onednn_gemm(states, packed, bias)
 
 
-def padded_product(
+def padded_gemm(
     states: Tensor, packed: Packed, bias: Tensor | None = None, rows: int = PADDED_ROWS
 ) -> Tensor:
-    """The product of (..., R, D) states with R rows in all, computed as one of more rows."""
+    """Compute `gemm` of (..., R, D) states, padded to `rows` rows."""
     *axes, count, _ = states.shape
-    # Copies of one row take less time to make than zeros.
+    # Expanding one row is faster than padding with zeros.
     zeros = (0, 0, 0, rows - count)
     more = states.expand(*axes, rows, -1) if count == 1 else F.pad(states, zeros)
-    return packed_product(more, packed, bias).narrow(-2, 0, count)
+    return gemm(more, packed, bias).narrow(-2, 0, count)
 
 
 @functools.cache
 def form_of(dtype: torch.dtype) -> Form | None:
-    """Return the form for a dtype, or None if there is none.
+    """Return the form for a dtype; None if none is available.
 
-    In bfloat16 this is our kernel wherever it can be built. Otherwise the form whose decoding steps
-    take least time on this machine.
+    In bfloat16 it is our kernel if that can be built, otherwise the form that is fastest here.
     """
     obstacles = {form: obstacle(form, dtype) for form in FORMS}
     usable = [form for form, reason in obstacles.items() if reason is None]
     level = logging.INFO if usable else logging.WARNING
     for form, reason in obstacles.items():
         if reason is not None:
-            said = "linear layers in %s are not packed for the CPU by %s: %s"
-            logger.log(level, said, dtype, form.name, reason)
+            message = "linear layers in %s are not packed for the CPU by %s: %s"
+            logger.log(level, message, dtype, form.name, reason)
     exact = dtype in SAME_BITS and OWN in usable
     if len(usable) > 1 and not exact:
         return _fastest_form(usable, dtype, TIMED_ROWS, HEAD_START)
@@ -165,13 +161,13 @@ def form_of(dtype: torch.dtype) -> Form | None:
 
 
 def obstacle(form: Form, dtype: torch.dtype) -> str | None:
-    """Why a form cannot be used, or None: it agrees with F.linear on a sample."""
+    """Return why a form cannot be used; None if it agrees with `F.linear` on a sample."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 64, generator=generator).to(dtype)
     bias = torch.randn(48, generator=generator).to(dtype)
     sample = torch.randn(1, 5, 64, generator=generator).to(dtype)
     try:
-        output = form.product(sample, form.pack(weight), bias)
+        output = form.gemm(sample, form.pack(weight), bias)
     except (AttributeError, BuildError, NotImplementedError, RuntimeError, TypeError) as error:
         return str(error)
     # Sums of 64 products of size 1: rounding stays well below these.
@@ -187,69 +183,68 @@ def _fastest_form(
     numbers_of_rows: Sequence[int],
     head_start: float = 1.0,
 ) -> Form:
-    """The form whose products take least time, on weights that no cache holds.
+    """Return the form with the fastest GEMMs, on weights larger than any cache.
 
-    Others than the first must be faster by `head_start`.
+    Forms after the first must be faster by the factor `head_start`.
     """
     size = 1024
     weights = [
         torch.full((size, size), 0.5, dtype=dtype)
         for _ in range(TIMED_BYTES // (size * size * dtype.itemsize))
     ]
-    timed = [(form.product, [form.pack(weight) for weight in weights]) for form in forms]
+    timed = [(form.gemm, [form.pack(weight) for weight in weights]) for form in forms]
     seconds = [0.0] * len(forms)
     for rows in numbers_of_rows:
         states = torch.ones(rows, size, dtype=dtype)
-        seconds = [sum(pair) for pair in zip(seconds, least_seconds(states, *timed), strict=True)]
+        seconds = [sum(pair) for pair in zip(seconds, fastest_seconds(states, *timed), strict=True)]
     first, *others = seconds
     weighed = [first, *(head_start * other for other in others)]
     return forms[weighed.index(min(weighed))]
 
 
 def timed_as(weight: Tensor) -> tuple[Hashable, ...]:
-    """What the times of products with a weight depend on."""
+    """Return the key of times of GEMMs with a weight."""
     return weight.shape, weight.dtype, torch.get_num_threads()
 
 
-# By `timed_as`: what packed copies of such weights serve, timed once per process.
+# By `timed_as`: rows for which such weights are used packed, timed once per process.
 served: dict[tuple[Hashable, ...], Rows] = {}
 
 
-def served_rows(weight: Tensor, pairs: Sequence[tuple[Tensor, Packed | None]]) -> Rows:
-    """The products for which the packed copies of weights of this shape are used on this machine.
+def packed_rows(weight: Tensor, pairs: Sequence[tuple[Tensor, Packed | None]]) -> Rows:
+    """Return the numbers of rows for which weights of this shape are used packed on this machine.
 
-    Where they lose at all, it is at 1 and 2 rows or at long prompts. Our kernel serves every number
-    of rows in the dtypes of `SAME_BITS`.
+    `F.linear` can be faster at 1 and 2 rows and at long prompts. In the dtypes of `SAME_BITS` our
+    kernel runs every number of rows.
 
     Args:
-        weight: one of them.
-        pairs: all weights of the model and their copies, on which it is timed.
+        weight: a weight of the model.
+        pairs: all weights of the model and their packed forms, for timing.
     """
     if weight.dtype in SAME_BITS and form_of(weight.dtype) is OWN:
         return EVERY_ROW
     key = timed_as(weight)
     if key not in served:
         count = max(1, TIMED_BYTES // weight.nbytes)
-        alike = [(one, copy) for one, copy in pairs if copy is not None and _alike(one, weight)]
-        served[key] = _fastest_rows(alike[:count])
+        same_shape = [
+            (other, packed)
+            for other, packed in pairs
+            if packed is not None and other.shape == weight.shape and other.dtype == weight.dtype
+        ]
+        served[key] = _fastest_rows(same_shape[:count])
     return served[key]
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
 
 
 @torch.no_grad()
 def _fastest_rows(pairs: Sequence[tuple[Tensor, Packed]]) -> Rows:
-    """What packed copies serve; F.linear must be a tenth faster to be preferred."""
-    weights, copies = map(list, zip(*pairs, strict=True))
+    """Return the rows for which packed weights are used; `F.linear` must be 10% faster."""
+    weights, packed_weights = map(list, zip(*pairs, strict=True))
     dtype, width = weights[0].dtype, weights[0].shape[1]
-    plain, packed = (F.linear, weights), (packed_product, copies)
+    plain, packed = (F.linear, weights), (gemm, packed_weights)
     most = _most_rows(dtype, torch.get_num_threads())
-    if not isinstance(copies[0], PackedWeight):
-        # oneDNN's own product of one row may take longer than one of several.
+    if not isinstance(packed_weights[0], PackedWeight):
         one = torch.ones(1, width, dtype=dtype)
-        *as_they_are, by_padded = least_seconds(one, plain, packed, (padded_product, copies))
+        *as_they_are, by_padded = fastest_seconds(one, plain, packed, (padded_gemm, packed_weights))
         if by_padded < 0.9 * min(as_they_are):
             return Rows(1, most, PADDED_ROWS)
     few = (torch.ones(rows, width, dtype=dtype) for rows in (1, 2))
@@ -259,32 +254,32 @@ def _fastest_rows(pairs: Sequence[tuple[Tensor, Packed]]) -> Rows:
 
 @functools.cache
 def _most_rows(dtype: torch.dtype, num_threads: int) -> int:
-    """Most rows for which packed weights are used on this machine."""
+    """Return the most rows for which packed weights are used on this machine."""
     weights = [torch.ones(1024, 1024, dtype=dtype) for _ in range(2)]
     copies = [pack(weight) for weight in weights]
     states = torch.ones(256, 1024, dtype=dtype)
-    wins = _packed_wins(states, (F.linear, weights), (packed_product, copies))
+    wins = _packed_wins(states, (F.linear, weights), (gemm, copies))
     return NO_LIMIT if wins else 64
 
 
-# A product and weights in its form.
-_Timed: TypeAlias = tuple[Product, Sequence[Packed | None]]
+# A GEMM and weights in its form.
+_Timed: TypeAlias = tuple[Gemm, Sequence[Packed | None]]
 
 
 def _packed_wins(states: Tensor, plain: _Timed, packed: _Timed) -> bool:
-    by_plain, by_packed = least_seconds(states, plain, packed)
+    by_plain, by_packed = fastest_seconds(states, plain, packed)
     return by_packed < 1.1 * by_plain
 
 
-def least_seconds(states: Tensor, *forms: _Timed) -> list[float]:
-    """The fastest of a few runs of each product over its weights; they take turns."""
-    # One thread's own time leaves out what other processes take from it.
+def fastest_seconds(states: Tensor, *forms: _Timed) -> list[float]:
+    """Return the minimum time of each GEMM over its weights in a few interleaved runs."""
+    # Thread time excludes other processes.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     least = [math.inf] * len(forms)
     for _ in range(5):
-        for index, (product, weights) in enumerate(forms):
+        for index, (run, weights) in enumerate(forms):
             start = clock()
-            for one in weights:
-                product(states, one)
+            for weight in weights:
+                run(states, weight)
             least[index] = min(least[index], clock() - start)
     return least

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_spec.backend.cpu import packed_copies
-from hf_spec.backend.cpu.packed_copies import (
+from hf_spec.backend.cpu import packed_weights
+from hf_spec.backend.cpu.packed_gemm import served
+from hf_spec.backend.cpu.packed_weights import (
     clear_cpu_packing,
-    copies_of,
     cpu_packing_bytes,
+    packed_weights_of,
     set_cpu_packing,
 )
-from hf_spec.backend.cpu.packed_products import served
 from hf_spec.common.errors import OptionError
 from hf_spec.engine.fast.packed_linear import install_packed_linears
 from tests.tied_linears import WIDTH, Tied, assert_same, nothing_packed, run, run_fast
@@ -42,17 +42,17 @@ def test_no_change_of_one_bit_goes_unseen(dtype: torch.dtype, width: int) -> Non
     torch.manual_seed(0)
     weight = torch.randn(300, width).to(dtype)
     bits = weight.view(torch.int32 if dtype == torch.float32 else torch.int16)
-    stamps = {packed_copies._stamp(weight)}
+    stamps = {packed_weights._stamp(weight)}
     places = [(0, 0, 0), (299, width - 1, 0), (7, 3, 1), (7, 3, 9), (150, width // 2, 14)]
     for row, column, bit in places:
         bits.data[row, column] ^= 1 << bit
-        stamps.add(packed_copies._stamp(weight))
+        stamps.add(packed_weights._stamp(weight))
     assert len(stamps) == len(places) + 1
 
 
 def test_unchanged_weights_are_packed_once(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
     packed_shapes = []
-    original = packed_copies.pack
+    original = packed_weights.pack
     run_fast(model)
     clear_cpu_packing()
 
@@ -60,7 +60,7 @@ def test_unchanged_weights_are_packed_once(model: Tied, monkeypatch: pytest.Monk
         packed_shapes.append(tuple(weight.shape))
         return original(weight)
 
-    monkeypatch.setattr(packed_copies, "pack", counting)
+    monkeypatch.setattr(packed_weights, "pack", counting)
     for _ in range(3):
         run_fast(model)
     assert packed_shapes == [(512, WIDTH), (WIDTH, 512), (320, WIDTH)]
@@ -78,9 +78,9 @@ def test_packed_copies_go_with_the_model(model: Tied) -> None:
 
 def test_auto_stops_where_memory_does(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(model)
-    room_for_one = int(1.5 * model.up.weight.nbytes / packed_copies.MEMORY_SHARE)
+    room_for_one = int(1.5 * model.up.weight.nbytes / packed_weights.MEMORY_SHARE)
     taken = cpu_packing_bytes
-    monkeypatch.setattr(packed_copies, "_available_bytes", lambda: room_for_one - taken())
+    monkeypatch.setattr(packed_weights, "_available_bytes", lambda: room_for_one - taken())
     # The second call finds less memory available, and must not take its half of the rest.
     for _ in range(2):
         assert_same(run_fast(model), expected)
@@ -91,7 +91,7 @@ def test_auto_stops_where_memory_does(model: Tied, monkeypatch: pytest.MonkeyPat
 
 
 def test_available_memory_is_known_here() -> None:
-    assert 1 << 20 < packed_copies._available_bytes() < 1 << 50
+    assert 1 << 20 < packed_weights._available_bytes() < 1 << 50
 
 
 def test_unknown_mode_is_refused() -> None:
@@ -131,9 +131,9 @@ def test_copies_are_counted_while_another_thread_packs() -> None:
 
 
 def test_copies_are_found_by_their_weight(model: Tied) -> None:
-    assert copies_of(model.up.weight) is None
+    assert packed_weights_of(model.up.weight) is None
     run_fast(model)
-    copies = copies_of(model.up.weight)
+    copies = packed_weights_of(model.up.weight)
     assert copies is not None
     assert copies.all == [copies.exact]
-    assert copies_of(nn.Parameter(model.up.weight.detach().clone())) is None
+    assert packed_weights_of(nn.Parameter(model.up.weight.detach().clone())) is None

@@ -11,21 +11,21 @@ from hf_spec_kernels.packed_linear import BuildError, PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.backend.cpu import packed_products
-from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes
-from hf_spec.backend.cpu.packed_products import (
+from hf_spec.backend.cpu import packed_gemm
+from hf_spec.backend.cpu.packed_gemm import (
     EVERY_ROW,
     NO_LIMIT,
     ONEDNN,
     OWN,
     Form,
     form_of,
+    gemm,
     obstacle,
     pack,
-    packed_product,
-    padded_product,
-    served_rows,
+    packed_rows,
+    padded_gemm,
 )
+from hf_spec.backend.cpu.packed_weights import clear_cpu_packing, cpu_packing_bytes
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from tests.compiler import needs_compiler
 
@@ -45,8 +45,8 @@ def undecided() -> Iterator[None]:
 
     def forget() -> None:
         form_of.cache_clear()
-        packed_products.served.clear()
-        packed_products._most_rows.cache_clear()
+        packed_gemm.served.clear()
+        packed_gemm._most_rows.cache_clear()
 
     forget()
     yield
@@ -64,8 +64,8 @@ def miss(weight: Tensor) -> Tensor:
 def broken(form: Form, fault: str) -> Form:
     """A form that cannot pack, or packs something else."""
     if fault == "wrong":
-        return Form(form.name, lambda weight: form.pack(weight * 2), form.product)
-    return Form(form.name, refuse if form is OWN else miss, form.product)
+        return Form(form.name, lambda weight: form.pack(weight * 2), form.gemm)
+    return Form(form.name, refuse if form is OWN else miss, form.gemm)
 
 
 def fast(linear: nn.Linear, states: Tensor) -> Tensor:
@@ -77,20 +77,20 @@ def fast(linear: nn.Linear, states: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", [OWN, ONEDNN], ids=["own", "oneDNN"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_both_forms_compute_a_linear_layer(form: Form, dtype: torch.dtype, has_bias: bool) -> None:
-    if packed_products.obstacle(form, dtype) is not None:
+    if packed_gemm.obstacle(form, dtype) is not None:
         pytest.skip("not on this processor")
     torch.manual_seed(0)
     weight, bias = torch.randn(100, WIDTH).to(dtype), torch.randn(100).to(dtype)
     packed, added = form.pack(weight), bias if has_bias else None
     for shape in [(1,), (3, 7), (2, 20), (1, 300)]:
         states = torch.randn(*shape, WIDTH).to(dtype)
-        found, expected = packed_product(states, packed, added), F.linear(states, weight, added)
+        found, expected = gemm(states, packed, added), F.linear(states, weight, added)
         assert (found.shape, found.dtype) == (expected.shape, dtype)
         # Sums of 256 products of size 1, rounded at the end.
         close = 1e-3 if dtype == torch.float32 else 0.3
         torch.testing.assert_close(found, expected, rtol=0, atol=close)
         if len(shape) > 1:
-            found = padded_product(states[:, :2], packed, added)
+            found = padded_gemm(states[:, :2], packed, added)
             torch.testing.assert_close(found, expected[:, :2], rtol=0, atol=close)
 
 
@@ -107,7 +107,7 @@ def test_the_other_form_serves_where_one_is_broken(
     linear, states = nn.Linear(WIDTH, 512), torch.randn(3, WIDTH)
     other = ONEDNN if form is OWN else OWN
     with monkeypatch.context() as patch, caplog.at_level("INFO"):
-        patch.setattr(packed_products, "FORMS", (broken(form, fault), other))
+        patch.setattr(packed_gemm, "FORMS", (broken(form, fault), other))
         for _ in range(3):
             torch.testing.assert_close(fast(linear, states), linear(states), rtol=1e-4, atol=1e-5)
         assert form_of(torch.float32) is other
@@ -123,7 +123,7 @@ def test_without_any_form_products_are_as_without_packing(
     linear, states = nn.Linear(WIDTH, 512), torch.randn(3, WIDTH)
     forms = broken(OWN, fault), broken(ONEDNN, fault)
     with monkeypatch.context() as patch, caplog.at_level("WARNING"):
-        patch.setattr(packed_products, "FORMS", forms)
+        patch.setattr(packed_gemm, "FORMS", forms)
         for _ in range(3):
             assert torch.equal(fast(linear, states), linear(states))
     assert cpu_packing_bytes() == 0
@@ -135,10 +135,10 @@ def test_without_any_form_products_are_as_without_packing(
 def test_the_faster_form_is_taken(
     faster: Form, undecided: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def seconds(states: Tensor, *forms: packed_products._Timed) -> list[float]:
-        return [len(states) / (2.0 if product is faster.product else 1.0) for product, _ in forms]
+    def seconds(states: Tensor, *forms: packed_gemm._Timed) -> list[float]:
+        return [len(states) / (2.0 if run is faster.gemm else 1.0) for run, _ in forms]
 
-    monkeypatch.setattr(packed_products, "least_seconds", seconds)
+    monkeypatch.setattr(packed_gemm, "fastest_seconds", seconds)
     assert form_of(torch.float32) is faster
     assert isinstance(pack(torch.randn(32, 64)), PackedWeight) == (faster is OWN)
 
@@ -149,13 +149,13 @@ def test_in_bfloat16_our_kernel_serves_every_number_of_rows(
 ) -> None:
     """Bits would depend on the number of rows if the faster of two forms served each."""
 
-    def seconds(states: Tensor, *forms: packed_products._Timed) -> list[float]:
-        return [2.0 if product is OWN.product else 1.0 for product, _ in forms]
+    def seconds(states: Tensor, *forms: packed_gemm._Timed) -> list[float]:
+        return [2.0 if run is OWN.gemm else 1.0 for run, _ in forms]
 
-    monkeypatch.setattr(packed_products, "least_seconds", seconds)
+    monkeypatch.setattr(packed_gemm, "fastest_seconds", seconds)
     weight = torch.randn(320, WIDTH).bfloat16()
     assert form_of(torch.bfloat16) is OWN
-    assert served_rows(weight, [(weight, pack(weight))]) == EVERY_ROW
+    assert packed_rows(weight, [(weight, pack(weight))]) == EVERY_ROW
     small = nn.Linear(8, 8).bfloat16()
     before = launches["packed_linear"]
     fast(small, torch.randn(3, 8).bfloat16())
@@ -166,7 +166,7 @@ def test_in_bfloat16_our_kernel_serves_every_number_of_rows(
 def test_the_kernel_runs_where_it_is_taken(
     undecided: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_products, "FORMS", (OWN,))
+    monkeypatch.setattr(packed_gemm, "FORMS", (OWN,))
     linear = nn.Linear(WIDTH, 512)
     fast(linear, torch.randn(3, WIDTH))
     before = launches["packed_linear"]
@@ -198,18 +198,18 @@ def test_the_fastest_form_serves(
     weight = torch.randn(320, WIDTH)
     if obstacle(ONEDNN, weight.dtype) is not None:
         pytest.skip("oneDNN packs no weights here")
-    monkeypatch.setattr(packed_products, "FORMS", (ONEDNN,))
+    monkeypatch.setattr(packed_gemm, "FORMS", (ONEDNN,))
     copy = pack(weight)
-    monkeypatch.setattr(packed_products, "least_seconds", seconds)
-    found = served_rows(weight, [(weight, copy)])
+    monkeypatch.setattr(packed_gemm, "fastest_seconds", seconds)
+    found = packed_rows(weight, [(weight, copy)])
     assert (found.least, found.most, found.padded) == served
 
 
 @needs_compiler
 def test_our_kernel_pads_no_rows(undecided: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row takes it less time than several, whatever a disturbed measurement says."""
-    monkeypatch.setattr(packed_products, "FORMS", (OWN,))
+    monkeypatch.setattr(packed_gemm, "FORMS", (OWN,))
     weight = torch.randn(320, WIDTH)
     copy = pack(weight)
-    monkeypatch.setattr(packed_products, "least_seconds", lambda *_: [1.0, 1.0, 0.1][:2])
-    assert served_rows(weight, [(weight, copy)]).padded == 1
+    monkeypatch.setattr(packed_gemm, "fastest_seconds", lambda *_: [1.0, 1.0, 0.1][:2])
+    assert packed_rows(weight, [(weight, copy)]).padded == 1

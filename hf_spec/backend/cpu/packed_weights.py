@@ -1,0 +1,203 @@
+"""Packed weights, cached per weight.
+
+They are a second copy of the weights in memory, so their total size is bounded. A weight is packed
+again after any change of its contents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_spec.backend.cpu.packed_gemm import (
+    EVERY_ROW,
+    Packed,
+    Rows,
+    pack,
+    pack_rounded,
+    packed_rows,
+)
+from hf_spec.common.errors import OptionError
+
+logger = logging.getLogger(__name__)
+
+MODES = ("auto", "on", "off")
+# Fraction of the available memory that `auto` may fill with packed weights.
+MEMORY_SHARE = 0.5
+# Every 97th word of a weight is hashed individually; a prime, so that all columns are sampled.
+SAMPLED_WORD = 97
+
+
+@dataclass
+class PackedForms:
+    """Packed forms of one weight.
+
+    Attributes:
+        stamp: fingerprint of the weight that was packed.
+        exact: in the dtype of the weight.
+        rounded: in bfloat16, for drafts.
+        rows: numbers of rows for which `exact` is used.
+    """
+
+    stamp: tuple[int, ...]
+    exact: Packed | None = None
+    rounded: Packed | None = None
+    rows: Rows = EVERY_ROW
+
+    @property
+    def all(self) -> list[Packed]:
+        """The forms that exist."""
+        return [packed for packed in (self.exact, self.rounded) if packed is not None]
+
+
+class _Cache:
+    """Packed forms by weight, held as long as the weight lives."""
+
+    def __init__(self) -> None:
+        self.mode = "auto"
+        self.entries = WeakIdKeyDictionary()
+
+    @property
+    def packed(self) -> list[Packed]:
+        """All packed weights."""
+        # Listing the inner dictionary is atomic; other threads may be packing.
+        return [packed for forms in list(self.entries.data.values()) for packed in forms.all]
+
+    def clear(self) -> None:
+        """Free all packed weights."""
+        self.entries.clear()
+
+    def make(self, weights: Sequence[Tensor], rounded: bool) -> None:
+        """Pack weights that are new or have changed, rounded to bfloat16 where that is faster."""
+        if self.mode == "off":
+            return
+        room = float("inf")
+        if self.mode == "auto":
+            taken = cpu_packing_bytes()
+            room = (_available_bytes() + taken) * MEMORY_SHARE - taken
+        for weight in weights:
+            stamp, forms = _stamp(weight), self.entries.get(weight)
+            if forms is None or forms.stamp != stamp:
+                forms = self.entries[weight] = PackedForms(stamp)
+            if rounded and forms.rounded is None and weight.nbytes // 2 <= room:
+                forms.rounded = pack_rounded(weight)
+                room -= 0 if forms.rounded is None else forms.rounded.nbytes
+            if forms.exact is None and not (rounded and forms.rounded is not None):
+                if weight.nbytes > room:
+                    _log_once("memory is short: not every linear weight is packed for the CPU")
+                elif (exact := pack(weight)) is not None:
+                    forms.exact = exact
+                    room -= exact.nbytes
+            if not forms.all:
+                del self.entries[weight]
+
+
+_cache = _Cache()
+_lock = threading.Lock()
+
+
+def set_cpu_packing(mode: str) -> None:
+    """Set whether linear layers on the CPU use packed weights, a second copy in memory.
+
+    Args:
+        mode: `auto` packs up to half of the available memory, `on` all weights, `off` none, and
+            frees packed weights. Faster methods that need no packed weights stay in use.
+
+    Raises:
+        OptionError: if `mode` is none of these.
+    """
+    if mode not in MODES:
+        raise OptionError(f"unknown CPU packing mode {mode!r}; choose one of {', '.join(MODES)}")
+    _cache.mode = mode
+    if mode == "off":
+        clear_cpu_packing()
+
+
+def clear_cpu_packing() -> None:
+    """Free the packed weights; running generations hold theirs until they end."""
+    with _lock:
+        _cache.clear()
+
+
+def cpu_packing_bytes() -> int:
+    """Return the memory of all packed weights in bytes."""
+    return sum(packed.nbytes for packed in _cache.packed)
+
+
+def packed_weights_of(weight: Tensor) -> PackedForms | None:
+    """Return the packed forms of a weight as of the last `pack_weights`, if there are any."""
+    with _lock:
+        forms: PackedForms | None = _cache.entries.get(weight)
+        return forms
+
+
+def pack_weights(weights: Sequence[Tensor], rounded: bool) -> None:
+    """Pack weights that are new or have changed since they were packed; reads every weight once.
+
+    Args:
+        weights: of linear layers, on the CPU.
+        rounded: True for drafts, whose weights may be rounded to bfloat16, see `packed_gemm`.
+    """
+    with _lock:
+        _cache.make(weights, rounded)
+        entries = [(weight, _cache.entries.get(weight)) for weight in weights]
+    packed = [(weight, forms) for weight, forms in entries if forms and forms.exact is not None]
+    pairs = [(weight, forms.exact) for weight, forms in packed]
+    for weight, forms in packed:
+        forms.rows = packed_rows(weight, pairs)
+
+
+def _stamp(weight: Tensor) -> tuple[int, ...]:
+    """Return a fingerprint of a weight: address, shape, version and two hashes of its bits.
+
+    The hashes detect writes through `.data`, such as merging an adapter in PEFT, which change
+    neither address nor version. One hashes the integer sums of all rows times odd factors, so it
+    detects any change of a single word. The other hashes every 97th word; it covers all columns
+    and detects permutations. Together they read the weight once.
+    """
+    version = 0 if weight.is_inference() else weight._version
+    even = weight.shape[1] * weight.element_size() % 8 == 0 and weight.data_ptr() % 8 == 0
+    words = weight.detach().view(torch.int64 if even else torch.int16)
+    hashes = (_mixed(words.sum(1)), _mixed(words.view(-1)[::SAMPLED_WORD].long()))
+    return (weight.data_ptr(), *weight.shape, version, *hashes)
+
+
+def _mixed(words: Tensor) -> int:
+    """Return a sum of (N,) int64 that depends on their order."""
+    return int((words * _odd_factors(len(words))).sum())
+
+
+@functools.cache
+def _odd_factors(count: int) -> Tensor:
+    """Return (count,) odd int64 numbers, pseudorandom with a fixed seed."""
+    generator = torch.Generator().manual_seed(0)
+    limits = torch.iinfo(torch.int64)
+    return torch.randint(limits.min, limits.max, (count,), generator=generator) | 1
+
+
+def _available_bytes() -> int:
+    """Return the available memory in bytes by Linux and its control group; 0 if unknown."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available = min(available, limit - used)
+    return available
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning(message)
