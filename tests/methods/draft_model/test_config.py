@@ -1,4 +1,4 @@
-"""Drafts from a second model by name: what is refused."""
+"""Draft models by name: errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting with a second model: what is drafted, at what cost, and where it stops."""
+"""Drafting with a draft model: drafts, forward passes, and where they stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trained drafts: a LoRA in copies of the first layers that leaves the target alone."""
+"""Trained drafts: a LoRA in copies of the first layers that does not change the target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training a truncated draft: it learns the target's answers, and its figures are exact."""
+"""Training a truncated draft: it learns the target's answers, and its metrics are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The truncated draft: the target's own modules, computing what the target cut by hand computes."""
+"""The truncated draft uses the target's modules and equals a target cut by hand."""
 
 from __future__ import annotations
 
