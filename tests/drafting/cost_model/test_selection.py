@@ -25,7 +25,7 @@ def tree(*nodes: tuple[int, float]) -> MergedTree:
     """A tree from (parent, value) of each node."""
     merged = MergedTree(5)
     for token, (parent, value) in enumerate(nodes, start=10):
-        merged.hang(parent, token)
+        merged.add_node(parent, token)
         merged.best_reach.append(value)
     return merged
 
