@@ -126,9 +126,9 @@ def cheap_drafts() -> Iterator[None]:
     # Not the fixture `monkeypatch`: used here it would be undone after the fixtures of a test,
     # which may rely on what a test patched being gone.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
+        patch.setattr(measured, "cached_times", lambda *_: round_costs.RoundTimes())
         patch.setattr(measured, "PLAIN_STEPS", 0)
         patch.setattr(round_costs.RoundTimes, "learn", lambda *_: None)
-        patch.setattr(round_costs, "NODE_PRICE", 1e-4)
-        patch.setattr(round_costs, "FORWARD_PRICE", 0.01)
+        patch.setattr(round_costs, "NODE_COST", 1e-4)
+        patch.setattr(round_costs, "FORWARD_COST", 0.01)
         yield

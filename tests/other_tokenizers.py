@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_spec.methods.draft_model.other_tokenizer.text_tokens import TextTokens
-from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenPair
+from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenizerPair
 
 SENTENCE = "the quick brown fox jumps over the lazy dog and the dog sleeps in the warm sun. "
 TEXTS = [
@@ -88,9 +88,9 @@ def letters(*words: str, merges: tuple[tuple[str, str], ...] = ()) -> PreTrained
     return _fast(made, pad_token="<pad>")
 
 
-def pair(target: Any, draft: Any) -> TokenPair:
+def pair(target: Any, draft: Any) -> TokenizerPair:
     """Two tokenizers whose models have no more embeddings than they have tokens."""
-    return TokenPair(
+    return TokenizerPair(
         TextTokens(target, len(target), "tokenizer"),
         TextTokens(draft, len(draft), "assistant_tokenizer"),
     )

@@ -1,4 +1,4 @@
-"""Options of strategies: frozen dataclasses that check their values."""
+"""Configs of strategies: frozen dataclasses that validate their values."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from hf_spec.engine.forward.padded_batching import BATCHING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Of the number of nodes sent: as many as are worth their time.
+# Value of `max_nodes`: the cost model chooses how many nodes are sent.
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class StrategyConfig:
-    """Options of a strategy. Every field is a plain JSON value, so configs can be stored.
+    """Options of every strategy. All fields are JSON values, so configs can be stored.
 
     Attributes:
         strategy: the registered name, set by `register`.
-        needs_assistant: whether `assistant=` must be given, or an adapter attached to the model.
-        adapter_methods: of the adapters that it can use; None for all.
-        sizes: options that say how large a draft is.
-        takes_tokenizers: whether its draft model may have a tokenizer of its own.
-        batching: what is padded in a batch: "unpadded", which is nothing; for comparison
+        needs_assistant: True if the strategy requires `assistant=` or an adapter attached to the
+            model.
+        adapter_methods: methods of supported adapters; None for all.
+        sizes: options that set the size of a draft.
+        takes_tokenizers: True if the draft model may have another tokenizer than the target.
+        batching: which parts of a batch are padded: "unpadded" for none; for comparison
             "unpadded_kv", "unpadded_input" and "padded" (see
             `hf_spec.engine.forward.padded_batching`).
-        compile: True compiles the layers of the target and of what drafts for this call, on a CPU;
-            False runs them uncompiled. By default `hf_spec.compile` of each model decides.
+        compile: whether to compile the layers of target and drafter for this call, on a CPU.
+            Default: the setting of `hf_spec.compile` for each model.
     """
 
     strategy: ClassVar[str] = ""
@@ -47,7 +48,7 @@ class StrategyConfig:
     compile: bool | None = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Refuse options that the config does not have, with the names of those it has."""
+        """Raise `OptionError` for unknown options; the message lists the known ones."""
         fields = sorted(option.name for option in dataclasses.fields(cls))
         if unknown := sorted(set(options) - set(fields)):
             raise OptionError(
@@ -58,7 +59,7 @@ class StrategyConfig:
     def __post_init__(self) -> None:
         if self.batching not in list(BATCHING):
             raise OptionError(
-                f"{type(self).__name__}(batching={self.batching!r}) is no way of batching; "
+                f"{type(self).__name__}(batching={self.batching!r}) is unsupported; "
                 f"{choices(self.batching, BATCHING)}"
             )
         if self.compile is not None:
@@ -66,25 +67,25 @@ class StrategyConfig:
 
     @property
     def leaves_sizes_open(self) -> bool:
-        """Whether no size of the draft is given, so that it may follow from measured times."""
+        """True if no size of the draft is configured, so the cost model may choose it."""
         options = type(self).__dataclass_fields__
         return all(getattr(self, name) == options[name].default for name in self.sizes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The options and the strategy's name, as JSON values."""
+        """Return the options and the strategy's name as JSON values."""
         return {"strategy": self.strategy, **dataclasses.asdict(self)}
 
     def check_flags(self, *names: str) -> None:
-        """Refuse options that are neither True nor False nor left out (`OptionError`)."""
+        """Raise `OptionError` for options that are neither a bool nor the default."""
         for name in names:
             value = getattr(self, name)
             if not isinstance(value, bool) and value is not getattr(type(self), name):
                 raise OptionError(f"{name}={value!r} must be True or False")
 
     def check(self, name: str, low: float, high: float = math.inf) -> None:
-        """Refuse a number outside [low, high] or of another type than declared (`OptionError`).
+        """Raise `OptionError` if a number is outside [low, high] or not of the declared type.
 
-        None passes where the type allows it, and a word that is the default.
+        None is accepted if the type allows it, and "auto" if it is the default.
         """
         option = type(self).__dataclass_fields__[name]
         value, declared = getattr(self, name), str(option.type)
@@ -103,24 +104,24 @@ class StrategyConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig(StrategyConfig):
-    """Options of drafts whose length a policy decides.
+    """Options of drafts whose length follows from a length policy.
 
     Attributes:
-        max_draft_tokens: most tokens drafted in a round (levels, for a tree); where the "heuristic"
-            policy starts, which may go beyond it. None is the adapter's, for the "disco" policy,
-            and the usual number for others (`usual`; `longest` for "measured").
-        min_draft_tokens: so many are drafted before a policy is asked.
-        length_policy: "measured" (see `hf_spec.drafting.cost_model.cost_model_drafter`), "static",
-        "heuristic",
-            "confidence", of heads with a confidence head "head" (see
-            `hf_spec.drafting.length_policy`), or "disco" (see `hf_spec.methods.disco.drafter`).
-            None is "measured" where no size of the draft is given, and "static" where one is.
-        usual: sizes of drafts that are not given, for policies with fixed sizes.
-        longest: the same as bounds, for the "measured" policy and nodes that are weighed.
-        has_confidence_head: whether drafters may have one, for the "head" policy.
+        max_draft_tokens: most tokens drafted in a round (levels, for a tree). The "heuristic"
+            policy starts there and may exceed it. Default: the adapter's value for the "disco"
+            policy, `longest` for "measured", `usual` for others.
+        min_draft_tokens: tokens that are drafted before the policy applies.
+        length_policy: "measured" (see `hf_spec.drafting.cost_model`), "static", "heuristic",
+            "confidence", for heads with a confidence head "head" (see
+            `hf_spec.drafting.length_policy`), or "disco" (see `hf_spec.methods.disco`). Default:
+            "measured" if no size of the draft is configured, else "static".
+        usual: default sizes for policies with fixed sizes.
+        longest: default sizes as bounds, for the "measured" policy and `max_nodes="auto"`.
+        has_confidence_head: True if drafters may have one, for the "head" policy.
         confidence_threshold: probability below which the "confidence" and "head" policies stop.
         adapter: folder or Hub id of the classifier, for the "disco" policy.
-        acceptance_threshold: below which the "disco" policy stops; None is the adapter's.
+        acceptance_threshold: probability below which the "disco" policy stops. Default: the
+            adapter's value.
     """
 
     needs_assistant = True
@@ -145,8 +146,8 @@ class PolicyConfig(StrategyConfig):
             check_policy(self.length_policy)
         if self.length_policy == HEAD and not self.has_confidence_head:
             raise OptionError(
-                f"length_policy={HEAD!r} asks a confidence head, which drafters of "
-                f"{type(self).__name__} do not have; choose 'confidence'"
+                f"length_policy={HEAD!r} needs a confidence head, which drafters of "
+                f"{type(self).__name__} do not have; use 'confidence'"
             )
         self.check("min_draft_tokens", 1)
         self.check("confidence_threshold", 0, 1)
@@ -156,22 +157,26 @@ class PolicyConfig(StrategyConfig):
         if self.adapter is not None and self.length_policy != "disco":
             raise OptionError(
                 f"adapter={self.adapter!r} is not used by length_policy={self.length_policy!r}; "
-                "leave it out, or choose length_policy='disco'"
+                "leave it out, or use length_policy='disco'"
             )
 
     @property
     def selects_nodes_by_cost(self) -> bool:
-        """Whether as many nodes of a tree are sent as are worth their time."""
+        """True if the cost model chooses the nodes of a tree to send."""
         return getattr(self, "max_nodes", None) == AUTO
 
     def resolve(self, measures: bool) -> Self:
-        """The same with a length policy and sizes; `measures` says whether times may decide."""
-        measured = measures and self.leaves_sizes_open
-        policy = self.length_policy or (MEASURED if measured else "static")
+        """Return the config with length policy and sizes filled in.
+
+        Args:
+            measures: False if decisions must not depend on measured times.
+        """
+        adaptive = measures and self.leaves_sizes_open
+        policy = self.length_policy or (MEASURED if adaptive else "static")
         sizes: dict[str, Any] = dict(self.longest if policy == MEASURED else self.usual)
         if policy == "disco":
             sizes.pop("max_draft_tokens", None)
         if measures and self.selects_nodes_by_cost and "max_nodes" in sizes:
             sizes["max_nodes"] = self.longest["max_nodes"]
-        sizes = {name: n for name, n in sizes.items() if getattr(self, name) in (None, AUTO)}
-        return dataclasses.replace(self, length_policy=policy, **sizes)
+        unset = {name: n for name, n in sizes.items() if getattr(self, name) in (None, AUTO)}
+        return dataclasses.replace(self, length_policy=policy, **unset)

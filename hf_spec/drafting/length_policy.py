@@ -1,4 +1,4 @@
-"""Length policies: when a drafter that drafts step by step should stop, per row.
+"""Length policies: when a drafter that drafts token by token stops, per row.
 
 ==============  ================================================================================
 `static`        always `max_draft_tokens`
@@ -6,16 +6,14 @@
                 (transformers' rule; the dynHeur baseline of Mamou et al. 2024, arXiv 2405.04304)
 `confidence`    stop after the first token whose draft probability is below the threshold
                 (transformers' dynamic speculation)
-`head`          stop after the first token that the drafter's own confidence head gives a chance
-                of acceptance below the threshold (DSpark; `hf_spec.methods.block.markov`)
-`measured`      stop where the next level is not worth its time
-                (`hf_spec.drafting.cost_model.cost_model_drafter`)
+`head`          stop after the first token for which the drafter's confidence head predicts an
+                acceptance probability below the threshold (DSpark; `hf_spec.methods.block.markov`)
+`measured`      stop where the next level does not pay (`hf_spec.drafting.cost_model`)
 ==============  ================================================================================
 
-Others are added from outside with `register_policy`, as is DISCO's classifier. A policy is asked
-after every drafted token, the first one included; the token it stops after is still sent to the
-target. It knows what was drafted so far, past rounds and times, and nothing else, so a draft that
-was drawn at random stays one that residual rejection can judge.
+`register_policy` adds others, such as DISCO's classifier. A policy decides after every drafted
+token, including the first; the token after which it stops is still verified. It sees only the draft
+so far, past rounds and times, so residual rejection stays exact for sampled drafts.
 """
 
 from __future__ import annotations
@@ -30,30 +28,31 @@ from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError, choices
 from hf_spec.drafting.cost_model.acceptance_stats import (
-    EXPECTATION_WEIGHT,
-    PROBABILITY_KINDS,
+    PRIOR_WEIGHT,
+    PROBABILITY_BINS,
     DecayedRates,
-    shares_of_levels,
+    level_rates,
 )
 from hf_spec.engine.forward.draft_tree import Verdict
 
-# The policy that decides by the time that rounds take, and the one that asks a head of the drafter.
+# The policy of the cost model, and the policy that needs a confidence head.
 MEASURED = "measured"
 HEAD = "head"
 
 
 @dataclass(frozen=True)
 class DraftedToken:
-    """The newest draft token of a row; in a tree, the end of the likeliest path.
+    """The last draft token of a row; in a tree, the end of the most probable path.
 
     Attributes:
-        row, token: the sequence, and the token's id.
-        position: counted from the beginning of the generation, 0 for the first generated token.
-        probability: the draft model's, after its own prefix.
-        score: what `LengthPolicy.score` made of the distribution it was taken from, or what the
-            drafter's confidence head says of it.
-        reach: the drafter's probability that the target goes to what the row would draft on from;
-            in a tree, of all its ends together.
+        row: the row of the batch.
+        token: the token id.
+        position: 0 for the first generated token.
+        probability: the draft model's probability after the token's own prefix.
+        score: the value of `LengthPolicy.score` for its distribution, or the prediction of the
+            drafter's confidence head.
+        reach: the drafter's probability that the target's path runs through the nodes that the row
+            would expand next, all of them together.
     """
 
     row: int
@@ -66,42 +65,42 @@ class DraftedToken:
 
 @dataclass
 class LengthPolicy:
-    """Always drafts the maximum of tokens (levels of a tree) a round; the base of the others."""
+    """Static length of `max_draft_tokens` tokens or tree levels; base class of the others."""
 
     max_draft_tokens: int
 
     @property
     def longest(self) -> int:
-        """Most tokens that any row may ever draft."""
+        """Most tokens that any row may draft in any round."""
         return self.max_draft_tokens
 
     def start(self, num_rows: int) -> None:
         """Begin a generation of `num_rows` rows."""
 
     def restart(self, row: int) -> None:
-        """Forget what was kept of `row`: a new sequence begins there."""
+        """Reset `row` for a new sequence."""
 
     def limit(self, row: int) -> int:
-        """Most tokens that `row` may draft this round."""
+        """Return the most tokens that `row` may draft in this round; called once per round."""
         return self.max_draft_tokens
 
     def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor | None:
-        """(M,) float32: what `goes_on` wants to know of (M, V) draft distributions on the device.
+        """Return (M,) float32 scores for `goes_on`, or None if it needs only probabilities.
 
-        It reaches the host with the tokens; None where probabilities are enough. For `positions`
-        see `DraftedToken`.
+        They are computed on the device from (M, V) draft distributions and fetched with the tokens;
+        for `positions` see `DraftedToken`.
         """
         return None
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
-        """Per growing row whether it drafts on after its newest token."""
+        """Return, for each growing row, whether it drafts another token after its newest one."""
         return [True] * len(newest)
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Learn how many levels of the last draft of `row` were accepted."""
+        """Update the policy with the drafted and accepted levels of `row`."""
 
     def observe_all(self, verdict: Verdict) -> None:
-        """The same of every row of a tree."""
+        """Call `observe` for every row of a tree."""
         for row, accepted in enumerate(verdict.accepted):
             if verdict.tree.nodes(row):
                 self.observe(row, verdict.tree.height(row), len(accepted))
@@ -109,27 +108,27 @@ class LengthPolicy:
 
 @dataclass
 class HeuristicPolicy(LengthPolicy):
-    """Two more after a fully accepted draft, one fewer otherwise, never fewer than one."""
+    """Two more after a fully accepted draft, one fewer otherwise, at least one."""
 
     @property
     def longest(self) -> int:
-        """It grows as long as all is accepted."""
+        """Unbounded: it grows while all tokens are accepted."""
         return sys.maxsize
 
     def start(self, num_rows: int) -> None:
-        """Begin every row at the configured length."""
+        """Start every row at the configured length."""
         self._limits = [self.max_draft_tokens] * num_rows
 
     def restart(self, row: int) -> None:
-        """Begin one row at the configured length."""
+        """Reset one row to the configured length."""
         self._limits[row] = self.max_draft_tokens
 
     def limit(self, row: int) -> int:
-        """The row's current length."""
+        """Return the row's current length."""
         return self._limits[row]
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Adapt the length, unless nothing was drafted."""
+        """Update the length, unless nothing was drafted."""
         if drafted:
             step = 2 if accepted >= drafted else -1
             self._limits[row] = max(1, self._limits[row] + step)
@@ -142,83 +141,92 @@ class ConfidencePolicy(LengthPolicy):
     threshold: float = 0.4
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
-        """Whether each token was likely enough."""
+        """Compare draft probabilities with the threshold."""
         return [token.probability >= self.threshold for token in newest]
 
 
 @dataclass
 class HeadPolicy(LengthPolicy):
-    """Stop after a token that the drafter's confidence head gives less than the threshold."""
+    """Stop after a token whose acceptance probability is below the threshold.
+
+    The drafter's confidence head predicts it.
+    """
 
     threshold: float = 0.4
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
-        """Whether each token was likely enough to be accepted."""
+        """Compare acceptance probabilities with the threshold."""
         return [token.score >= self.threshold for token in newest]
 
 
-def free(level: int) -> float:
-    """The price of another level where none is known."""
+def no_cost(level: int) -> float:
+    """Return 0: the cost of another level where it is unknown."""
     return 0.0
 
 
 class MeasuredPolicy(LengthPolicy):
-    """Drafts on where another level is worth its time.
+    """Stop where the expected gain of another level is below its cost.
 
-    A level is worth the probability that the target goes there. The drafter says how likely its
-    newest level is; how often levels of that likelihood came true corrects it, and how often one
-    level followed another leads on to the next. `price` says, by the levels there are, what another
-    one costs, in tokens that its time would bring elsewhere.
+    The gain is the probability that the target's path reaches the level. It is estimated from the
+    drafter's own probability for the last level, calibrated by the acceptance rate of such levels,
+    times the rate at which one level follows another.
+
+    Attributes:
+        level_cost: number of drafted levels -> cost of another one in tokens, at the current rate.
     """
 
     def __init__(self, max_draft_tokens: int):
         super().__init__(max_draft_tokens)
-        self.price: Callable[[int], float] = free
+        self.level_cost: Callable[[int], float] = no_cost
 
     def start(self, num_rows: int) -> None:
-        """Nothing is known of any row."""
-        self._came_true = [_shares_of_tenths() for _ in range(num_rows)]
-        self._went_on = [shares_of_levels() for _ in range(num_rows)]
+        """Reset the rates of all rows."""
+        # Acceptance rates by reach in tenths, and of any next level after an accepted one.
+        self._reach_rates = [_reach_rates() for _ in range(num_rows)]
+        self._next_level_rates = [level_rates() for _ in range(num_rows)]
         self._reach: list[list[float]] = [[] for _ in range(num_rows)]
 
     def restart(self, row: int) -> None:
-        """Nothing is known of one row."""
-        self._came_true[row], self._went_on[row] = _shares_of_tenths(), shares_of_levels()
+        """Reset the rates of one row."""
+        self._reach_rates[row], self._next_level_rates[row] = _reach_rates(), level_rates()
 
     def limit(self, row: int) -> int:
-        """The most; asked at the beginning of a round."""
+        """Return the maximum and begin a new draft."""
         self._reach[row] = []
         return self.max_draft_tokens
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
-        """Whether each row's next level is worth its price."""
-        worth = []
+        """Compare each row's expected gain with the cost of another level."""
+        pays = []
         for token in newest:
             self._reach[token.row].append(token.reach)
-            likely = self._came_true[token.row].share(_tenth(token.reach))
-            likely *= self._went_on[token.row].share(None)
-            worth.append(likely > self.price(len(self._reach[token.row])))
-        return worth
+            gain = self._reach_rates[token.row].rate(_tenth(token.reach))
+            gain *= self._next_level_rates[token.row].rate(None)
+            pays.append(gain > self.level_cost(len(self._reach[token.row])))
+        return pays
 
-    def learn(self, row: int, drafted: int, reached: int, known: int) -> None:
-        """Add the outcome of a round: levels drafted, levels gone through, tokens gained."""
+    def learn(self, row: int, drafted: int, accepted: int, gained: int) -> None:
+        """Update the rates of a row that drafted some levels and gained `gained` tokens.
+
+        `accepted` counts levels that these tokens follow, whether or not they were verified.
+        """
         for level, reach in enumerate(self._reach[row], start=1):
-            if level > known and reached == known:
+            if level > gained and accepted == gained:
                 break
-            self._came_true[row].count(_tenth(reach), level <= reached)
-        for level in range(1, min(drafted, known, reached + 1) + 1):
-            self._went_on[row].count(None, level <= reached)
+            self._reach_rates[row].count(_tenth(reach), level <= accepted)
+        for level in range(1, min(drafted, gained, accepted + 1) + 1):
+            self._next_level_rates[row].count(None, level <= accepted)
 
 
-def _shares_of_tenths() -> DecayedRates:
-    return DecayedRates(lambda kind: (kind + 0.5) / PROBABILITY_KINDS, EXPECTATION_WEIGHT)
+def _reach_rates() -> DecayedRates:
+    return DecayedRates(lambda tenth: (tenth + 0.5) / PROBABILITY_BINS, PRIOR_WEIGHT)
 
 
 def _tenth(probability: float) -> int:
-    # Processors may leave nothing possible: NaN is no likelihood.
+    # A distribution in which the processors leave no token has NaN probabilities.
     if not probability > 0:
         return 0
-    return min(int(probability * PROBABILITY_KINDS), PROBABILITY_KINDS - 1)
+    return min(int(probability * PROBABILITY_BINS), PROBABILITY_BINS - 1)
 
 
 MakePolicy = Callable[[Any, PreTrainedModel], LengthPolicy]
@@ -235,24 +243,24 @@ _MAKERS: dict[str, MakePolicy] = {
 
 
 def register_policy(name: str, maker: MakePolicy) -> None:
-    """Make a policy known as `length_policy=name`, made of (strategy config, target model)."""
+    """Register `length_policy=name`; `maker` gets the strategy config and the target model."""
     if name in _MAKERS:
-        raise ValueError(f"there is a length_policy {name!r} already")
+        raise ValueError(f"length_policy {name!r} is already registered")
     _MAKERS[name] = maker
 
 
 def known_policies() -> list[str]:
-    """Names of all registered policies, sorted."""
+    """Return the names of all registered policies, sorted."""
     return sorted(_MAKERS)
 
 
 def check_policy(name: object) -> None:
-    """Refuse a name that no policy has (`OptionError`)."""
+    """Raise `OptionError` if no policy has this name."""
     if not isinstance(name, str) or name not in _MAKERS:
         raise OptionError(f"unknown length_policy {name!r}; {choices(name, known_policies())}")
 
 
 def make_policy(options: Any, target: PreTrainedModel) -> LengthPolicy:
-    """The policy that a strategy config asks for, for one generation."""
+    """Return a new policy as configured in `options`, a strategy config."""
     check_policy(options.length_policy)
     return _MAKERS[options.length_policy](options, target)

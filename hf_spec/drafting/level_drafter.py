@@ -15,6 +15,7 @@ draw. Option `sample_drafts` changes either.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import compress
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.backend.device import transfer
+from hf_spec.common.errors import OptionError, choices
 from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.device_growth import DeviceGrowth, PassPlans
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
@@ -36,6 +38,7 @@ from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 
+TREES = ("chain", "dynamic")
 COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
 
 
@@ -74,6 +77,45 @@ class LevelConfig(PolicyConfig):
     def sampling_rule(self) -> type[Verifier] | None:
         """The verifier of drafts when the target samples; None for the exact one."""
         return None
+
+
+@dataclass(frozen=True)
+class BeamConfig(LevelConfig):
+    """Options of a chain, or of EAGLE-2's dynamic tree; `max_draft_tokens` is its depth.
+
+    Attributes:
+        tree: "chain" or "dynamic".
+        width: children per node, and expanded nodes per level, of a dynamic tree.
+        max_nodes: most nodes sent to the target, root excluded, in order of path probability;
+            "auto" lets the cost model choose them; None is the default number.
+        sample_drafts: sample the draft when the target samples. Default: only for chains.
+    """
+
+    sizes = ("max_draft_tokens", "max_nodes")
+
+    sample_drafts: bool | None = None  # type: ignore[assignment]
+    tree: str = "chain"
+    width: int = 4
+    max_nodes: int | str | None = AUTO
+
+    def __post_init__(self) -> None:
+        if self.tree not in TREES:
+            raise OptionError(f"tree={self.tree!r} is unsupported; {choices(self.tree, TREES)}")
+        super().__post_init__()
+        self.check("width", 1)
+        self.check("max_nodes", 1)
+
+    @property
+    def draws(self) -> bool:
+        """True if drafts are drawn at random when the target samples."""
+        return self.tree == "chain" if self.sample_drafts is None else self.sample_drafts
+
+    @property
+    def shape(self) -> TreeShape:
+        """A chain, or a beam of `width`."""
+        width = self.width if self.tree == "dynamic" else 1
+        max_nodes = self.max_nodes if isinstance(self.max_nodes, int) else sys.maxsize
+        return TreeShape(children=width, expanded_per_level=width, max_nodes=max_nodes)
 
 
 class LevelDrafter(Drafter):

@@ -1,7 +1,7 @@
-"""Trees of ranks: the fixed shape of drafts that take their tokens from lists.
+"""Rank trees: fixed draft shapes over ranked token lists, one list per depth.
 
-A path (2, 0) is the best token of the second list below the third best token of the first one. The
-shape is the same in every round; only the tokens differ.
+The path (2, 0) is the best token of the second list, below the third best token of the first list.
+The shape is the same in every round; only the tokens differ.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RankTree:
-    """A tree of ranks without its root; made by `RankTree.of`, which checks it.
+    """Rank tree without its root; `RankTree.of` validates it.
 
     Attributes:
-        paths: one per node, by depth and then by ranks, so that the nodes down to any depth come
-            first and siblings stand in order of rank.
+        paths: one per node, sorted by depth and then by ranks. So the nodes down to any depth come
+            first, and siblings are in order of rank.
     """
 
     paths: tuple[Path, ...]
 
     @classmethod
     def of(cls, paths: object) -> RankTree:
-        """A tree from its rank paths, in any order; what is no tree is refused (`OptionError`)."""
+        """Return the tree with these rank paths; raise `OptionError` if they are not a tree."""
         if not isinstance(paths, Iterable) or isinstance(paths, (str, bytes, dict)):
             raise OptionError(f"tree={paths!r:.60} must be a list of rank paths such as [0, 1]")
-        known: set[Path] = set()
-        for given in paths:
-            path = tuple(given) if isinstance(given, (list, tuple)) else ()
+        valid: set[Path] = set()
+        for item in paths:
+            path = tuple(item) if isinstance(item, (list, tuple)) else ()
             if not path or not all(type(rank) is int and rank >= 0 for rank in path):
                 raise OptionError(
-                    f"tree: {given!r:.60} is no rank path: whole numbers from 0, one a depth"
+                    f"tree: {item!r:.60} is not a rank path; use a list of integers of at least 0, "
+                    "one per depth"
                 )
-            if path in known:
-                raise OptionError(f"tree: the path {list(path)} is given twice")
-            known.add(path)
-        if not known:
+            if path in valid:
+                raise OptionError(f"tree: the path {list(path)} is duplicated; remove one")
+            valid.add(path)
+        if not valid:
             raise OptionError("tree=[] has no nodes; the smallest tree is [[0]]")
-        for path in known:
-            if len(path) > 1 and path[:-1] not in known:
+        for path in valid:
+            if len(path) > 1 and path[:-1] not in valid:
                 raise OptionError(
                     f"tree: the path {list(path)} lacks its parent {list(path[:-1])}; add it"
                 )
-        return cls(tuple(sorted(known, key=_order)))
+        return cls(tuple(sorted(valid, key=_order)))
 
     @classmethod
     def chain(cls, depth: int) -> RankTree:
-        """The best token of every list, `depth` of them."""
+        """Return the chain of the best tokens of `depth` lists."""
         return cls(tuple((0,) * d for d in range(1, depth + 1)))
 
     def __len__(self) -> int:
@@ -65,23 +66,23 @@ class RankTree:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Per node how deep it lies, 1 for a child of the root."""
+        """Depth of each node, 1 for a child of the root."""
         return [len(path) for path in self.paths]
 
     @cached_property
-    def places(self) -> dict[Path, int]:
-        """Per path the index of its node."""
+    def node_index(self) -> dict[Path, int]:
+        """Path -> index of its node."""
         return {path: index for index, path in enumerate(self.paths)}
 
     @cached_property
     def inner(self) -> set[Path]:
-        """The paths of nodes that have children, and the root's."""
+        """Paths of nodes that have children, including the root's."""
         return {path[:-1] for path in self.paths}
 
     @cached_property
     def parents(self) -> list[int]:
-        """Per node the index of its parent, -1 for a child of the root."""
-        return [self.places.get(path[:-1], -1) for path in self.paths]
+        """Index of each node's parent, -1 for a child of the root."""
+        return [self.node_index.get(path[:-1], -1) for path in self.paths]
 
     @property
     def height(self) -> int:
@@ -90,14 +91,14 @@ class RankTree:
 
     @property
     def num_ranks(self) -> int:
-        """Length of the longest list that is read."""
+        """Number of tokens that the tree uses from its lists, at most."""
         return max((rank for path in self.paths for rank in path), default=-1) + 1
 
     def cut(self, depth: int | None = None, num_ranks: int | None = None) -> RankTree:
-        """The part of the tree down to a depth, over lists of a length; may have no nodes."""
-        deepest = self.height if depth is None else depth
-        most = self.num_ranks if num_ranks is None else num_ranks
-        return RankTree(tuple(p for p in self.paths if len(p) <= deepest and max(p) < most))
+        """Return the tree without nodes below `depth` or of ranks from `num_ranks` on."""
+        depth = self.height if depth is None else depth
+        num_ranks = self.num_ranks if num_ranks is None else num_ranks
+        return RankTree(tuple(p for p in self.paths if len(p) <= depth and max(p) < num_ranks))
 
 
 def best_tree(
@@ -106,14 +107,21 @@ def best_tree(
     block_size: int,
     max_nodes: int = 64,
 ) -> RankTree:
-    """The tree with the most tokens per time, from measured acceptance; a `ValueError` without any.
+    """Return the tree with the most expected tokens per unit of cost.
 
-    A node is worth the share of rounds in which its whole path is `accepted`; a round yields one
-    token and the sum over its nodes. For a fixed number of nodes and of passes, of `block_size`
-    depths each, the `cost` is fixed, so the sum alone decides, and taking the most valuable nodes
-    one by one is exact: no other set of as many nodes has a larger sum, and it is a tree, since no
-    node is worth more than its parent. What remains is to try every (nodes without the root,
-    passes).
+    A round yields one token plus, per node, the share of rounds in which its whole path is
+    accepted. For a fixed number of nodes and forward passes the cost is fixed, so taking the nodes
+    with the largest shares is optimal. The result is a tree, because no node has a larger share
+    than its parent. The function tries every number of nodes and forward passes.
+
+    Args:
+        accepted: path -> share of rounds in which it is accepted.
+        cost: cost of a round by (nodes without the root, forward passes of the drafter).
+        block_size: depths per forward pass of the drafter.
+        max_nodes: most nodes, root excluded.
+
+    Raises:
+        ValueError: if no path was ever accepted.
     """
     best: list[Path] = []
     best_rate = 0.0
@@ -127,14 +135,14 @@ def best_tree(
             if rate > best_rate:
                 best, best_rate = chosen[:count], rate
     if not best:
-        raise ValueError("accepted: no path is ever accepted")
+        raise ValueError("no path in accepted was ever accepted; record more rounds")
     return RankTree.of(best)
 
 
 def likeliest_paths(accepted: Mapping[Path, float], depth: int | None = None) -> list[Path]:
-    """The paths that are ever accepted, the most accepted first, down to a depth."""
-    found = [p for p in accepted if accepted[p] > 0 and (depth is None or len(p) <= depth)]
-    return sorted(found, key=lambda path: (-accepted[path], _order(path)))
+    """Return the accepted paths down to `depth`, in descending order of acceptance."""
+    paths = [p for p in accepted if accepted[p] > 0 and (depth is None or len(p) <= depth)]
+    return sorted(paths, key=lambda path: (-accepted[path], _order(path)))
 
 
 def _order(path: Path) -> tuple[int, Path]:
@@ -143,11 +151,14 @@ def _order(path: Path) -> tuple[int, Path]:
 
 @dataclass(frozen=True)
 class PublishedTree:
-    """A tree and what it was made for: k, the tokens predicted at once.
+    """Tree from a paper or its released code, from `trees.json`.
 
-    `trees.json` has those that papers printed or released, level by level: "0010" is the path
-    (0, 0, 1, 0), and "00{3-5}" the three paths (0, 0, 3) to (0, 0, 5). A name is that of its method
-    and what tells its trees apart, for instance "falcon-vicuna".
+    The file lists each tree level by level: "0010" is the path (0, 0, 1, 0), and "00{3-5}" are the
+    three paths (0, 0, 3) to (0, 0, 5). Names begin with the method, for example "falcon-vicuna".
+
+    Attributes:
+        block_size: k, the number of tokens that the drafter predicts at once.
+        tree: the tree.
     """
 
     block_size: int
@@ -155,21 +166,25 @@ class PublishedTree:
 
 
 def published_trees(method: str) -> Mapping[str, PublishedTree]:
-    """The trees of one method by name, in the file's order; none for a method without any."""
+    """Return the published trees of a method by name, in the file's order."""
     return {name: tree for name, tree in _all_trees().items() if name.startswith(f"{method}-")}
 
 
-def checked_tree(given: Any, method: str, others: Sequence[str] = ()) -> Any:
-    """The option `tree`, checked: a name of the method, one of `others`, or rank paths."""
-    if not isinstance(given, str):
-        return RankTree.of(given).paths
-    known = [*others, *published_trees(method)]
-    if given not in known:
+def checked_tree(tree: Any, method: str, others: Sequence[str] = ()) -> Any:
+    """Return the option `tree`, validated: a name, or rank paths, which are sorted.
+
+    Names are those of the method's published trees and `others`. Anything else raises
+    `OptionError`.
+    """
+    if not isinstance(tree, str):
+        return RankTree.of(tree).paths
+    names = [*others, *published_trees(method)]
+    if tree not in names:
         raise OptionError(
-            f"unknown tree {given!r}; {choices(given, known)}, or a list of rank paths such as "
+            f"unknown tree {tree!r}; {choices(tree, names)}, or a list of rank paths such as "
             "[[0], [0, 0], [1]]"
         )
-    return given
+    return tree
 
 
 @functools.cache
@@ -178,14 +193,14 @@ def _all_trees() -> Mapping[str, PublishedTree]:
     trees = {}
     for name, entry in json.loads(text).items():
         words = [word for level in entry["depths"] for word in level.split()]
-        paths = [path for word in words for path in _spell(word)]
+        paths = [path for word in words for path in _parse_paths(word)]
         trees[name] = PublishedTree(entry["block_size"], RankTree.of(paths))
     return trees
 
 
-def _spell(word: str) -> list[Path]:
-    found = re.fullmatch(r"(\d*)(?:\{(\d+)-(\d+)\})?", word)
-    assert found is not None, f"trees.json: {word!r}"
-    digits, first, last = found.groups()
+def _parse_paths(word: str) -> list[Path]:
+    match = re.fullmatch(r"(\d*)(?:\{(\d+)-(\d+)\})?", word)
+    assert match is not None, f"trees.json: {word!r}"
+    digits, first, last = match.groups()
     stem = tuple(int(digit) for digit in digits)
     return [stem] if first is None else [(*stem, r) for r in range(int(first), int(last) + 1)]

@@ -243,7 +243,7 @@ class RowGrowth:
         children: list[int | None] = []
         for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
             path = (*above, rank)
-            if path not in tree.places or (chance <= 0 and not self.shape.whole):
+            if path not in tree.node_index or (chance <= 0 and not self.shape.whole):
                 children.append(None)
                 continue
             child = self.graph.add_node(node, token, chance)

@@ -1,4 +1,4 @@
-"""The options of strategies: what every config does, and what it refuses."""
+"""Strategy configs: common behavior and invalid values."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_config_names_its_options(name: str) -> None:
     with pytest.raises(OptionError) as raised:
         config_class(batchin="padded")
     assert str(raised.value) == message + ", ".join(fields)
-    # What copies and stores configs goes on.
+    # Configs can be copied and pickled.
     config = config_class()
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
     assert dataclasses.replace(config, batching="padded").batching == "padded"

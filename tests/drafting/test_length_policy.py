@@ -1,4 +1,4 @@
-"""Length policies: how long a row drafts, and what it learns."""
+"""Length policies: how long a row drafts, and what the policy learns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from hf_spec import DraftConfig
 from hf_spec.common.errors import OptionError
-from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_EXPECTATION
+from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_PRIOR
 from hf_spec.drafting.length_policy import (
     DraftedToken,
     HeadPolicy,
@@ -88,14 +88,14 @@ def test_others_are_named() -> None:
 
 
 def test_a_taken_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="'static' already"):
+    with pytest.raises(ValueError, match="'static' is already"):
         register_policy("static", lambda options, target: LengthPolicy(1))
 
 
-def measured_policy(price: float, rows: int = 1) -> MeasuredPolicy:
+def measured_policy(cost: float, rows: int = 1) -> MeasuredPolicy:
     made = MeasuredPolicy(8)
     made.start(rows)
-    made.price = lambda level: price
+    made.level_cost = lambda level: cost
     return made
 
 
@@ -104,24 +104,24 @@ def newest_level(reach: float, row: int = 0) -> DraftedToken:
 
 
 def play(made: MeasuredPolicy, *reaches: float, reached: int, row: int = 0) -> None:
-    """A round whose levels had these reaches, and of which so many were right."""
+    """A round whose levels had these reaches; the first `reached` of them were right."""
     made.limit(row)
     for reach in reaches:
         made.goes_on([newest_level(reach, row)])
-    made.learn(row, drafted=len(reaches), reached=reached, known=reached + 1)
+    made.learn(row, drafted=len(reaches), accepted=reached, gained=reached + 1)
 
 
 def test_a_likely_level_may_cost_more() -> None:
-    worth = 0.95 * LEVEL_EXPECTATION
+    worth = 0.95 * LEVEL_PRIOR
     assert measured_policy(worth - 0.01).goes_on([newest_level(0.99)]) == [True]
     assert measured_policy(worth + 0.01).goes_on([newest_level(0.99)]) == [False]
     assert measured_policy(worth - 0.01).goes_on([newest_level(0.5)]) == [False]
 
 
-def test_the_price_depends_on_the_levels_there_are() -> None:
+def test_the_cost_depends_on_the_drafted_levels() -> None:
     made = measured_policy(0.0)
     made.limit(0)
-    made.price = lambda level: 0.0 if level < 3 else 9.0
+    made.level_cost = lambda level: 0.0 if level < 3 else 9.0
     assert [made.goes_on([newest_level(0.9)]) for _ in range(3)] == [[True], [True], [False]]
     made.limit(0)
     assert made.goes_on([newest_level(0.9)]) == [True]
@@ -135,13 +135,13 @@ def test_every_row_has_its_own_length() -> None:
     both = [newest_level(0.9, row) for row in (0, 1)]
     assert made.goes_on(both) == [True, False]
     made.restart(1)
-    made.price = lambda level: 0.5
+    made.level_cost = lambda level: 0.5
     assert made.goes_on(both) == [True, True]
 
 
 @pytest.mark.parametrize(("reached", "better"), [(1, True), (0, False)])
-def test_levels_of_a_likelihood_that_come_true_are_worth_more(reached: int, better: bool) -> None:
-    made = measured_policy(0.5 * LEVEL_EXPECTATION)
+def test_levels_of_a_likelihood_that_come_true_gain_more(reached: int, better: bool) -> None:
+    made = measured_policy(0.5 * LEVEL_PRIOR)
     for _ in range(10):
         play(made, 0.55, reached=reached)
     assert made.goes_on([newest_level(0.55)]) == [better]
@@ -150,13 +150,13 @@ def test_levels_of_a_likelihood_that_come_true_are_worth_more(reached: int, bett
 def test_what_was_not_sent_and_not_refuted_tells_nothing() -> None:
     made, told = measured_policy(0.3), measured_policy(0.3)
     for _ in range(20):
-        # One level and the bonus token were right; nobody knows of the third.
+        # One level and the bonus token were right; the third level was not verified.
         for each, known in ((made, 2), (told, 3)):
             each.limit(0)
             for reach in (0.9, 0.9, 0.4):
                 each.goes_on([newest_level(reach)])
-            each.learn(0, drafted=3, reached=2, known=known)
-    made.price = told.price = lambda level: 0.2
+            each.learn(0, drafted=3, accepted=2, gained=known)
+    made.level_cost = told.level_cost = lambda level: 0.2
     assert made.goes_on([newest_level(0.4)]) == [True]
     assert told.goes_on([newest_level(0.4)]) == [False]
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from hf_spec import GsdConfig, TreeConfig
+from hf_spec import GsdConfig, OptionError, TreeConfig
 from hf_spec.drafting.length_policy import ConfidencePolicy, LengthPolicy
-from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
+from hf_spec.drafting.level_drafter import BeamConfig, LevelConfig, LevelDrafter
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.tree_growth import Growth, TreeShape
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
@@ -165,3 +166,23 @@ def test_a_policy_learns_from_a_tree_that_others_are_part_of() -> None:
     joined = DraftTree.from_rows([([1, 2, 3, 4], [-1, 0, 1, 2]), ([1], [-1])])
     drafter.observe(Verdict(joined, [[1, 2, 3], []], [5, 5]), ForwardOutput(torch.empty(0)))
     assert told == [(0, 3, 3), (1, 0, 0)]
+
+
+def test_chains_are_drawn_at_random_and_trees_are_not() -> None:
+    assert BeamConfig().draws
+    assert not BeamConfig(tree="dynamic").draws
+    assert BeamConfig(tree="dynamic", sample_drafts=True).draws
+
+
+def test_shapes_of_beams() -> None:
+    assert BeamConfig().shape.children == 1
+    shape = BeamConfig(tree="dynamic", width=3, max_nodes=7).shape
+    assert (shape.children, shape.expanded_per_level, shape.max_nodes) == (3, 3, 7)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tree": "wide"}, {"width": 0}, {"max_nodes": 0}, {"sample_drafts": 1}]
+)
+def test_invalid_beams(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(options))):
+        BeamConfig(**options)

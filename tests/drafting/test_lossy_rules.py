@@ -1,4 +1,4 @@
-"""The two lossy sampling rules: what they share, and what each gives against its definition."""
+"""The two lossy sampling rules: common parts, and each against its definition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 
 
 class Chosen(LongestPath):
-    """Accepts what it is told."""
+    """Accepts a fixed set of nodes."""
 
     nodes: frozenset[int] = frozenset()
 
@@ -92,7 +92,7 @@ class TestPathSampling:
 
     def test_a_child_has_a_chance_for_every_path_through_it(self) -> None:
         half = [0.5, 0.3, 0.1, 0.1]
-        # Three leaves below token 0: missed with 0.5 ** 3. The virtual node makes no path.
+        # Three leaves below token 0: missed with 0.5 ** 3. The virtual node belongs to no path.
         found = self.shares([3, 0, 0, 1, 2, -1], [-1, 0, 1, 1, 1, 1], [half] * 6)
         missed = 0.5**3
         expected = torch.tensor([1 - missed * 0.5, missed * 0.3, missed * 0.1, missed * 0.1])
@@ -108,7 +108,7 @@ def verdicts(
     eos: int | None = None,
     processors: Sequence[Any] = (),
 ) -> Verdict:
-    """What the lossy rule makes of a tree made by hand, repeated for `rows` rows."""
+    """Apply the lossy rule to a tree made by hand, repeated for `rows` rows."""
     criteria: list[Any] = [MaxLengthCriteria(20)]
     if eos is not None:
         criteria.append(EosTokenCriteria(eos))

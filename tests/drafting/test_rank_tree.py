@@ -1,4 +1,4 @@
-"""Rank trees: what is refused, how they are cut, which is best, and which were printed."""
+"""Rank trees: invalid trees, cutting, the best tree, and the published trees."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TestTree:
         assert tree.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 5]
         assert tree.depths == [1, 1, 2, 2, 2, 3, 3, 4, 4]
         assert (len(tree), tree.height, tree.num_ranks) == (9, 4, 8)
-        assert [tree.places[path] for path in tree.paths] == list(range(9))
+        assert [tree.node_index[path] for path in tree.paths] == list(range(9))
         assert tree.inner == {(), (0,), (3,), (0, 0), (3, 1), (0, 0, 2)}
 
     def test_lists_as_json_gives_them(self) -> None:
@@ -60,15 +60,15 @@ class TestTree:
     @pytest.mark.parametrize(
         ("paths", "match"),
         [
-            ([(0,), (1,), (0,)], r"path \[0\] is given twice"),
+            ([(0,), (1,), (0,)], r"path \[0\] is duplicated"),
             ([(0,), (1, 0)], r"path \[1, 0\] lacks its parent \[1\]"),
             ([(0, 0, 0), (0,)], r"lacks its parent \[0, 0\]"),
-            ([(0,), (-1,)], r"\(-1,\) is no rank path"),
-            ([(0,), (0.0, 1)], "is no rank path"),
-            ([(True,)], "is no rank path"),
-            ([("0",)], "is no rank path"),
-            ([()], "is no rank path"),
-            ([0, 1], "0 is no rank path"),
+            ([(0,), (-1,)], r"\(-1,\) is not a rank path"),
+            ([(0,), (0.0, 1)], "is not a rank path"),
+            ([(True,)], "is not a rank path"),
+            ([("0",)], "is not a rank path"),
+            ([()], "is not a rank path"),
+            ([0, 1], "0 is not a rank path"),
             ([], "has no nodes"),
             ("00", "must be a list"),
             ({(0,): 1}, "must be a list"),

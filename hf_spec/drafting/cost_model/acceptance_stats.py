@@ -1,10 +1,11 @@
-"""Where drafts come from, what each one is worth, and how several become one tree.
+"""Acceptance rates of drafters, and the merged tree of several drafts.
 
-A *source* is a drafter with a memory of how it fared, per row. Of every node it proposes it says
-how likely the target is to go there: the product along the path of the shares of nodes of the same
-kind that were accepted after an accepted parent. Kinds are the drafter's own probability in tenths
-or, where it has none, depth and rank. DecayedRates decay, and begin with what earlier generations
-of the model came to (`AcceptanceStats`), the first one with an expectation.
+`DraftSource` wraps a drafter and keeps, per row, how its drafts were accepted. It estimates the
+*reach* of each draft node: the probability that the target's path runs through the node. This is
+the product of the acceptance rates along the path, where the rate of a node is the share of nodes
+of its kind that were accepted after an accepted parent. The kind is the draft probability in tenths
+or, for drafters without probabilities, depth and rank. The rates decay. They start from those of
+earlier generations with the model, in the first generation from a prior.
 """
 
 from __future__ import annotations
@@ -20,132 +21,139 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 
-# How fast old trials are forgotten, per trial; and how many the expectation counts for.
+# Decay of old trials per trial, and number of trials that the prior weighs.
 DECAY = 0.95
-EXPECTATION_WEIGHT = 10.0
-# Of whole levels, by which it is decided to ask a source: it should learn fast that one is no good.
-LEVEL_WEIGHT = 3.0
-LEVEL_EXPECTATION = 0.6
-# A source that is not asked is slowly forgotten, until it is tried again; per round.
-FADE = 0.99
-# The same of what earlier generations came to: trials count for longer, and a source that is never
-# asked is tried again after hundreds of rounds.
-MEMORY_DECAY, MEMORY_FADE = 0.99, 0.998
+PRIOR_WEIGHT = 10.0
+# The prior of levels weighs less: a drafter that fails must be detected fast.
+LEVEL_PRIOR = 0.6
+LEVEL_PRIOR_WEIGHT = 3.0
+# Share of the level trials that remains after a round in which the drafter did not run.
+RETENTION = 0.99
+# The same for the rates of earlier generations: their trials count longer, and a drafter that never
+# runs is tried again after hundreds of rounds.
+MEMORY_DECAY, MEMORY_RETENTION = 0.99, 0.998
 
-# Nodes less likely than this are not looked at.
-MIN_VALUE = 0.01
+# Nodes with a lower reach are ignored.
+MIN_REACH = 0.01
 
-PROBABILITY_KINDS = 10
-# Nodes that a level of a draft is expected to send.
-NODES_PER_LEVEL = 4
-# Depths and ranks that are told apart.
+# Kinds of nodes: draft probabilities in tenths; depths and ranks up to these.
+PROBABILITY_BINS = 10
 DEPTH_KINDS, RANK_KINDS = 3, 2
+# Nodes that the target is expected to verify per level of a draft tree.
+NODES_PER_LEVEL = 4
 
 
 class DecayedRates:
-    """How often things of each kind came true, old trials counting less.
+    """Success rate per kind of trial, with exponentially decaying weights of old trials.
 
-    The `expected` share of a kind counts for `weight` trials, one trial for `decay` of the next.
+    Args:
+        prior: the expected rate of a kind.
+        weight: number of trials that the prior counts for.
+        decay: weight of a trial relative to the next one.
     """
 
-    def __init__(self, expected: Callable[..., float], weight: float, decay: float = DECAY):
-        self._expected = expected
+    def __init__(self, prior: Callable[..., float], weight: float, decay: float = DECAY):
+        self._prior = prior
         self._weight = weight
         self._decay = decay
+        # kind -> (successes, trials), both decayed.
         self._trials: dict[Hashable, tuple[float, float]] = {}
 
-    def share(self, kind: Hashable) -> float:
-        """Between 0 and 1."""
-        hits, trials = self._trials.get(kind, (0.0, 0.0))
-        return (self._weight * self._expected(kind) + hits) / (self._weight + trials)
+    def rate(self, kind: Hashable) -> float:
+        """Return the rate of `kind`, between 0 and 1."""
+        successes, trials = self._trials.get(kind, (0.0, 0.0))
+        return (self._weight * self._prior(kind) + successes) / (self._weight + trials)
 
-    def count(self, kind: Hashable, hit: bool) -> None:
+    def count(self, kind: Hashable, success: bool) -> None:
         """Count a trial."""
-        hits, trials = self._trials.get(kind, (0.0, 0.0))
-        # A new dictionary: copies keep theirs.
-        counted = self._decay * hits + hit, self._decay * trials + 1
+        successes, trials = self._trials.get(kind, (0.0, 0.0))
+        counted = self._decay * successes + success, self._decay * trials + 1
+        # A new dictionary, because snapshots share the old one.
         self._trials = {**self._trials, kind: counted}
 
-    def now(self) -> DecayedRates:
-        """The same, which nothing is added to any more."""
+    def snapshot(self) -> DecayedRates:
+        """Return a copy that does not change with later trials."""
         return copy(self)
 
-    def fade(self, kept: float = FADE) -> None:
-        """Forget everything but a share of it."""
-        self._trials = {kind: (kept * h, kept * t) for kind, (h, t) in self._trials.items()}
+    def fade(self, retention: float) -> None:
+        """Keep only a share of all trials, which moves the rates towards the prior."""
+        self._trials = {
+            kind: (retention * s, retention * n) for kind, (s, n) in self._trials.items()
+        }
 
 
-def shares_of_levels(decay: float = DECAY) -> DecayedRates:
-    """How often the target went on by a level, which is to be learned fast."""
-    return DecayedRates(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT, decay)
+def level_rates(decay: float = DECAY) -> DecayedRates:
+    """Return the initial rates at which the target accepts one more level of a draft."""
+    return DecayedRates(lambda _: LEVEL_PRIOR, LEVEL_PRIOR_WEIGHT, decay)
 
 
 @dataclass(eq=False)
 class AcceptanceStats:
-    """How the drafts of one source fared: their nodes by kind, and whole levels by depth."""
+    """Acceptance rates of one drafter: of nodes by kind, and of whole levels by depth."""
 
     nodes: DecayedRates
     levels: DecayedRates
 
     @classmethod
-    def expected(cls, shares: tuple[float, float], decay: float = DECAY) -> AcceptanceStats:
-        """Nothing is known; `shares` as in `DraftSource.expected`."""
-        nodes = DecayedRates(partial(_expected_share, shares), EXPECTATION_WEIGHT, decay)
-        return cls(nodes, shares_of_levels(decay))
+    def from_prior(cls, prior: tuple[float, float], decay: float = DECAY) -> AcceptanceStats:
+        """Return stats without trials; for `prior` see `DraftSource`."""
+        nodes = DecayedRates(partial(_prior_rate, prior), PRIOR_WEIGHT, decay)
+        return cls(nodes, level_rates(decay))
 
     @classmethod
-    def after(cls, earlier: AcceptanceStats) -> AcceptanceStats:
-        """What is known now is all that is expected; what is learned of either is not shared."""
-        nodes = DecayedRates(earlier.nodes.now().share, EXPECTATION_WEIGHT)
-        return cls(nodes, DecayedRates(earlier.levels.now().share, LEVEL_WEIGHT))
+    def from_memory(cls, memory: AcceptanceStats) -> AcceptanceStats:
+        """Return stats whose prior is the current state of `memory`."""
+        nodes = DecayedRates(memory.nodes.snapshot().rate, PRIOR_WEIGHT)
+        return cls(nodes, DecayedRates(memory.levels.snapshot().rate, LEVEL_PRIOR_WEIGHT))
 
 
 @dataclass(eq=False)
 class DraftSource:
-    """A drafter, what it proposed last, and how its proposals fare.
+    """A drafter with its last draft and its acceptance rates.
 
     Args:
-        name: in counters and timings.
-        drafter: asked for drafts.
-        depth: most levels that it is asked for.
-        expected: share of the first node at depth 1 and of those below that is accepted, before
-            any was seen and where the drafter has no probabilities of its own.
-        nodes_per_level: of its tree that are expected to be sent.
-        fade: share of what is known that stays in a round in which it is not asked.
+        name: key in counters and timings.
+        drafter: proposes the drafts.
+        depth: most levels of a draft.
+        prior: acceptance rates of the first node at depth 1 and of deeper ones before any trial,
+            for drafters without probabilities.
+        nodes_per_level: expected number of verified nodes per level.
+        retention: share of the level trials that remains after a round without a draft.
 
     Attributes:
-        tree, limits: proposed last, and per row how deep it was asked to go.
-        reached: per row how many of its levels the target went through, sent or not.
+        tree, limits: the last draft, and the requested depth of each row.
+        accepted_levels: per row the levels of the last draft that the target's tokens follow,
+            whether or not these nodes were verified.
     """
 
     name: str
     drafter: Drafter
     depth: int
-    expected: tuple[float, float] = (0.5, 0.7)
+    prior: tuple[float, float] = (0.5, 0.7)
     nodes_per_level: int = NODES_PER_LEVEL
-    fade: float = FADE
+    retention: float = RETENTION
 
     def __post_init__(self) -> None:
         self.depth = min(self.depth, self.drafter.max_depth)
         self.tree: DraftTree
         self.limits: Mapping[int, int] = {}
-        self.reached: dict[int, int] = {}
+        self.accepted_levels: dict[int, int] = {}
         self.start(0)
 
     def start(self, num_rows: int, memory: AcceptanceStats | None = None) -> None:
-        """Begin with what is remembered; the drafter forgets when it is made active."""
+        """Reset the stats of all rows to `memory`; the drafter itself is reset by `active`."""
         self._memory = memory
-        self._fared = [self._new() for _ in range(num_rows)]
+        self._stats = [self._new_stats() for _ in range(num_rows)]
         self._sizes: dict[int, int] = {}
 
     def restart(self, row: int) -> None:
-        """Forget the sequence before, and let the drafter do so."""
-        self._fared[row] = self._new()
+        """Reset the stats and the drafter for a new sequence in `row`."""
+        self._stats[row] = self._new_stats()
         self._sizes.pop(row, None)
         self.drafter.restart(row)
 
-    def ask(self, state: GenerationState, limits: Mapping[int, int]) -> None:
-        """Let the drafter propose; rows with limit 0 take part, so that it keeps count of them."""
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> None:
+        """Run the drafter; rows with limit 0 are included, so that it follows their text."""
         self.limits = {row: min(limit, self.depth) for row, limit in limits.items()}
         self.tree = self.drafter.draft(state, self.limits)
         for row, limit in self.limits.items():
@@ -153,73 +161,74 @@ class DraftSource:
                 self._sizes[row] = len(self.tree.nodes(row)) - 1
 
     def useful_depth(self, row: int) -> int:
-        """How deep a draft without probabilities goes until even its best node is too unlikely."""
-        value, depth = 1.0, 0
+        """Return the depth at which the best node of a draft still has `MIN_REACH`.
+
+        Only for drafters without probabilities.
+        """
+        reach, depth = 1.0, 0
         while depth < self.depth:
-            value *= self._fared[row].nodes.share((min(depth + 1, DEPTH_KINDS), 0))
-            if value < MIN_VALUE:
+            reach *= self._stats[row].nodes.rate((min(depth + 1, DEPTH_KINDS), 0))
+            if reach < MIN_REACH:
                 break
             depth += 1
         return depth
 
-    def size(self, row: int, otherwise: int) -> int:
-        """Nodes of its last tree for `row`."""
-        return self._sizes.get(row, otherwise)
+    def last_size(self, row: int, default: int) -> int:
+        """Return the number of nodes of the last draft of `row`, root excluded."""
+        return self._sizes.get(row, default)
 
-    def level(self, row: int, depth: int) -> float:
-        """Probability that the target goes on to `depth` in its tree, from the depth above."""
-        return self._fared[row].levels.share(depth)
+    def level_rate(self, row: int, depth: int) -> float:
+        """Return the acceptance rate of level `depth` after level `depth` - 1."""
+        return self._stats[row].levels.rate(depth)
 
-    def values(self, row: int) -> list[float]:
-        """Per node of its tree for `row` the probability that the target goes there.
+    def reach(self, row: int) -> list[float]:
+        """Return the reach of each node of the last draft of `row`.
 
-        Nothing below a node that is too unlikely to be looked at has any.
+        Below a node with less than `MIN_REACH` it is 0.
         """
-        tree, shares = self.tree, self._fared[row].nodes
+        tree, rates = self.tree, self._stats[row].nodes
         start = tree.row_start[row]
-        values = [1.0]
+        reach = [1.0]
         for node in tree.nodes(row)[1:]:
-            above = values[tree.parent[node] - start]
-            values.append(above * shares.share(self._kind(node)) if above >= MIN_VALUE else 0.0)
-        return values
+            above = reach[tree.parent[node] - start]
+            reach.append(above * rates.rate(self._kind(node)) if above >= MIN_REACH else 0.0)
+        return reach
 
-    def join(self, trees: Mapping[int, MergedTree]) -> None:
-        """Add what it proposed to the tree of every row."""
+    def merge_into(self, trees: Mapping[int, MergedTree]) -> None:
+        """Add the last draft to the merged tree of every row."""
         for row, tree in trees.items():
-            tree.take(self, row)
+            tree.add_draft(self, row)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Learn how its own tree fared, and let the drafter know.
+        """Update the acceptance rates and pass the verdict on to the drafter.
 
-        A drafter that reads hidden states needs all nodes that were run; the others know their own.
+        A drafter that reads hidden states gets the verdict on the merged tree, whose nodes were
+        run. Any other drafter gets a verdict on its own draft.
         """
         accepted: list[list[int]] = [[] for _ in verdict.accepted]
-        self.reached = {}
+        self.accepted_levels = {}
         for row, limit in self.limits.items():
-            path = self._follow(row, verdict.tokens(row), limit)
-            self.reached[row] = len(path)
+            path = self._count_trials(row, verdict.tokens(row), limit)
+            self.accepted_levels[row] = len(path)
             accepted[row] = path[: len(verdict.accepted[row])]
-        own = Verdict(self.tree, accepted, verdict.bonus)
-        self.drafter.observe(verdict if self.drafter.hidden_layers else own, output)
+        own_verdict = Verdict(self.tree, accepted, verdict.bonus)
+        self.drafter.observe(verdict if self.drafter.hidden_layers else own_verdict, output)
 
-    def _follow(self, row: int, tokens: Sequence[int], limit: int) -> list[int]:
-        """Count what was right; the nodes of its tree that carry the tokens, as far as they do."""
+    def _count_trials(self, row: int, tokens: Sequence[int], limit: int) -> list[int]:
+        """Count which nodes and levels match `tokens`; return the matching path of the draft."""
         tree, path = self.tree, [self.tree.row_start[row]]
         if not limit:
-            self._fared[row].levels.fade(self.fade)
+            self._stats[row].levels.fade(self.retention)
             if self._memory is not None:
-                self._memory.levels.fade(MEMORY_FADE)
+                self._memory.levels.fade(MEMORY_RETENTION)
             return []
-        learning = [self._fared[row], *([self._memory] if self._memory is not None else [])]
-        for depth, token in enumerate(tokens, start=1):
-            if depth > limit:
-                break
-            for node in tree.proposals(path[-1]):
-                for known in learning:
-                    known.nodes.count(self._kind(node), tree.tokens[node] == token)
+        all_stats = [self._stats[row], *([self._memory] if self._memory is not None else [])]
+        for depth, token in enumerate(tokens[:limit], start=1):
             child = tree.child(path[-1], token)
-            for known in learning:
-                known.levels.count(depth, child is not None)
+            for stats in all_stats:
+                for node in tree.proposals(path[-1]):
+                    stats.nodes.count(self._kind(node), tree.tokens[node] == token)
+                stats.levels.count(depth, child is not None)
             if child is None:
                 break
             path.append(child)
@@ -228,59 +237,63 @@ class DraftSource:
     def _kind(self, node: int) -> Hashable:
         tree = self.tree
         if tree.node_probs is not None:
-            return min(int(tree.node_probs[node] * PROBABILITY_KINDS), PROBABILITY_KINDS - 1)
+            return min(int(tree.node_probs[node] * PROBABILITY_BINS), PROBABILITY_BINS - 1)
         rank = tree.children[tree.parent[node]].index(node)
         return min(tree.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
 
-    def _new(self) -> AcceptanceStats:
+    def _new_stats(self) -> AcceptanceStats:
         if self._memory is None:
-            return AcceptanceStats.expected(self.expected)
-        return AcceptanceStats.after(self._memory)
+            return AcceptanceStats.from_prior(self.prior)
+        return AcceptanceStats.from_memory(self._memory)
 
 
-def _expected_share(expected: tuple[float, float], kind: int | tuple[int, int]) -> float:
-    """What nodes of a kind are expected to be worth before any was seen."""
+def _prior_rate(prior: tuple[float, float], kind: int | tuple[int, int]) -> float:
+    """Return the expected acceptance rate of nodes of a kind before any trial."""
     if isinstance(kind, int):
-        return (kind + 0.5) / PROBABILITY_KINDS
+        return (kind + 0.5) / PROBABILITY_BINS
     depth, rank = kind
-    return expected[depth > 1] / (1 if rank == 0 else 4)
+    return prior[depth > 1] / (1 if rank == 0 else 4)
 
 
 class MergedTree(TokenGraph):
-    """The trees of several sources for one row as one; every node has its best value."""
+    """The drafts of several drafters for one row as one tree.
+
+    Attributes:
+        best_reach: per node the highest reach that any of the drafters gives it.
+    """
 
     def __init__(self, root: int):
         super().__init__([root])
-        self.values = [1.0]
+        self.best_reach = [1.0]
         self._children: dict[tuple[int, int], int] = {}
 
-    def take(self, source: DraftSource, row: int) -> None:
-        """Take in the tree that a source proposes for `row`."""
+    def add_draft(self, source: DraftSource, row: int) -> None:
+        """Add the nodes of the last draft of `source` for `row` that have `MIN_REACH`."""
         tree = source.tree
         start = tree.row_start[row]
-        place = {start: 0}
-        for node, value in zip(tree.nodes(row)[1:], source.values(row)[1:], strict=True):
-            if value < MIN_VALUE:
+        merged = {start: 0}
+        for node, reach in zip(tree.nodes(row)[1:], source.reach(row)[1:], strict=True):
+            if reach < MIN_REACH:
                 continue
-            parent, token = place[tree.parent[node]], tree.tokens[node]
-            here = self._children.setdefault((parent, token), len(self.tokens))
-            if here == len(self.tokens):
+            parent, token = merged[tree.parent[node]], tree.tokens[node]
+            index = self._children.setdefault((parent, token), len(self.tokens))
+            if index == len(self.tokens):
                 self.add_node(parent, token)
-                self.values.append(0.0)
-            # No node is worth more than its parent, by any source that has both.
-            self.values[here] = max(self.values[here], value)
-            place[node] = here
+                self.best_reach.append(0.0)
+            # For every drafter that has both, a node's reach is at most its parent's.
+            self.best_reach[index] = max(self.best_reach[index], reach)
+            merged[node] = index
 
     def reach_by_depth(self) -> list[float]:
-        """Per depth from 1 the probability that the target goes to any of its nodes."""
+        """Return, per depth from 1, the probability that the target's path reaches the depth."""
         reach_by_depth = [0.0] * max(self.depth)
-        for depth, value in zip(self.depth[1:], self.values[1:], strict=True):
-            reach_by_depth[depth - 1] = min(1.0, reach_by_depth[depth - 1] + value)
+        for depth, reach in zip(self.depth[1:], self.best_reach[1:], strict=True):
+            reach_by_depth[depth - 1] = min(1.0, reach_by_depth[depth - 1] + reach)
         return reach_by_depth
 
-    def keep(self, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the root and `nodes`, which hold the parent of each of them."""
-        kept = [0, *sorted(nodes)]
-        place = {node: index for index, node in enumerate(kept)}
-        parents = [place.get(self.parents[node], -1) for node in kept]
-        return [self.tokens[node] for node in kept], parents
+    def subtree(self, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return tokens and parents of the root and `nodes`, which include all their parents."""
+        chosen = [0, *sorted(nodes)]
+        new_index = {node: index for index, node in enumerate(chosen)}
+        parents = [new_index.get(self.parents[node], -1) for node in chosen]
+        return [self.tokens[node] for node in chosen], parents

@@ -1,10 +1,9 @@
-"""What a round of decoding costs: a draft, by its depth, and a forward of the target, by its nodes.
+"""Measured costs: seconds of the target's forward pass by nodes, and of each draft by depth.
 
-Costs are curves through measured times: given ones (`Curve`), or those of the rounds of the
-generation itself (`LearnedCurve`). Such a round is timed by its drafter, which is called before the
-target's forward and again once the target's tokens are known on the host; no forward is extra, and
-nothing waits for the device (see `hf_spec.backend.device.clock`). What was learned stays with the
-model. Until then an expectation stands in, in units of one forward.
+`Curve` interpolates configured timings. `LearnedCurve` interpolates timings of earlier rounds:
+`round_timer` measures them without extra forward passes or synchronization, and `RoundTimes` stores
+them, cached on the target model. Before the first measurement, an expected cost in units of one
+forward pass is used.
 """
 
 from __future__ import annotations
@@ -25,108 +24,116 @@ from hf_spec.drafting.cost_model.acceptance_stats import MEMORY_DECAY, Acceptanc
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.forward.model_cache import cached_per_model
 
-# What is expected before anything is timed, in forwards of the target over one node: another node,
-# and a forward of a drafter. Nodes are expected to be cheap, so that their real price is found out.
-NODE_PRICE = 0.01
-FORWARD_PRICE = 0.15
-# Sizes at which a mean is kept; others count for the nearest one.
+# Expected costs before any measurement, in forward passes of the target over one node: of another
+# node, and of a drafter's forward pass. Low, so that drafts are tried and their real cost measured.
+NODE_COST = 0.01
+FORWARD_COST = 0.15
+# Sizes at which means are stored. Other sizes are recorded at the nearest one.
 KNOTS = (1, 2, 3, *(base * 2**power for power in range(2, 20) for base in (1, 1.5)))
-# Weight of the newest time once there are some, and most that it counts for, in means: other work
-# on the machine makes single rounds many times slower.
-RATE = 0.1
-LARGEST = 1.5
-# Of so many first times of a size the least counts: in a mean a bad one would stay for long.
-FIRST = 3
-# A mean that so many others came after is forgotten: it may have been a bad moment.
+# The first timings of a size are combined by their minimum: one outlier would bias a mean for long.
+NUM_MINIMUM = 3
+# Later ones update a mean with this weight. Other processes can make a round many times slower, so
+# a timing counts at most LARGEST_FACTOR times the current estimate.
+MEAN_WEIGHT = 0.1
+LARGEST_FACTOR = 1.5
+# A mean is dropped after this many timings of other sizes: it may come from a slow moment.
 LIFETIME = 100
-# Times of one size after which it is known.
-TIMES = 2
+# Timings of one size after which its cost is considered known.
+NUM_RELIABLE = 2
 
 
-def straight(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
-    """Seconds for `size`, on the straight line through the two sizes around it or nearest to it."""
+def interpolate(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
+    """Return seconds for `size` on the line through the two sizes around it or nearest to it."""
     after = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
     (x, z), (y, w) = sizes[after - 1 : after + 1], seconds[after - 1 : after + 1]
     return y + (w - y) * (size - x) / (z - x)
 
 
 class Curve:
-    """A cost that never falls: straight between (size, seconds) points, and on after the last one.
+    """Non-decreasing cost through (size, seconds) points, linear between them and after the last.
 
-    Other work on a machine only ever adds time, so the fastest run of a size counts, and a size
-    costs no more than a larger one.
+    Other processes only ever add time. So the fastest timing of a size counts, and a size costs no
+    more than a larger one.
     """
 
     def __init__(self, points: Iterable[Sequence[float]]):
-        found = sorted((size, seconds) for size, seconds in points)
-        self.sizes = sorted({size for size, _ in found})
-        self.seconds = [min(s for other, s in found if other >= size) for size in self.sizes]
-        self._known: dict[float, float] = {}
+        ordered = sorted((size, seconds) for size, seconds in points)
+        self.sizes = sorted({size for size, _ in ordered})
+        self.seconds = [min(s for other, s in ordered if other >= size) for size in self.sizes]
+        self._cache: dict[float, float] = {}
 
     def __call__(self, size: float) -> float:
-        """Seconds for `size`; before the first point as there."""
-        if size not in self._known:
+        """Return seconds for `size`; below the first point, those of the first point."""
+        if size not in self._cache:
             flat = size <= self.sizes[0] or len(self.sizes) == 1
-            cost = self.seconds[0] if flat else straight(self.sizes, self.seconds, size)
-            self._known[size] = cost
-        return self._known[size]
+            cost = self.seconds[0] if flat else interpolate(self.sizes, self.seconds, size)
+            self._cache[size] = cost
+        return self._cache[size]
 
 
 class LearnedCurve:
-    """A cost by size: means at some sizes, straight in between, in proportion elsewhere.
+    """Cost by size from measured means: interpolated between knots, proportional beyond them.
 
-    Generations in several threads may share one: what is read is replaced, never changed.
+    Generations in several threads may share a curve: data is replaced, never modified.
+
+    Args:
+        expected: cost by size in any unit, used for proportions and before the first timing.
     """
 
     def __init__(self, expected: Callable[[float], float]):
         self._expected = expected
-        # size -> (how many times, their mean, when the last one came); sizes ascend.
+        # size -> (number of timings, mean, index of the last timing); sizes ascend.
         self._means: dict[float, tuple[int, float, int]] = {}
         self._points: tuple[list[float], list[float]] = ([], [])
         self._count = 0
 
     @property
-    def is_known(self) -> bool:
-        """Whether anything was learned."""
+    def has_timings(self) -> bool:
+        """True once a timing was recorded."""
         return bool(self._means)
 
-    def reaches(self, size: float) -> bool:
-        """Whether the cost of a size no larger than this is known."""
-        return any(times >= TIMES and known <= size for known, (times, *_) in self._means.items())
+    def is_reliable(self, size: float) -> bool:
+        """Return True if `size` or a smaller size has enough timings."""
+        means = self._means.items()
+        return any(times >= NUM_RELIABLE and knot <= size for knot, (times, *_) in means)
 
     def __call__(self, size: float) -> float:
-        """Cost of `size`, in seconds once anything was learned."""
+        """Return the cost of `size`: in seconds, or as `expected` before the first timing."""
         sizes, seconds = self._points
         if not sizes:
             return self._expected(size)
         if sizes[0] < size <= sizes[-1]:
-            return straight(sizes, seconds, size)
+            return interpolate(sizes, seconds, size)
         nearest = 0 if size <= sizes[0] else -1
         return seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
 
     def learn(self, size: float, seconds: float) -> None:
-        """Add one measured time."""
+        """Record one timing at the knot nearest to `size`."""
         above = bisect_right(KNOTS, size)
-        near = KNOTS[max(above - 1, 0) : above + 1]
-        knot = min(near, key=lambda knot: abs(math.log(knot / size)))
+        neighbors = KNOTS[max(above - 1, 0) : above + 1]
+        knot = min(neighbors, key=lambda knot: abs(math.log(knot / size)))
         seconds *= self._expected(knot) / self._expected(size)
-        if self.is_known:
-            seconds = min(seconds, LARGEST * self(knot))
+        if self.has_timings:
+            seconds = min(seconds, LARGEST_FACTOR * self(knot))
         times, mean, _ = self._means.get(knot, (0, math.inf, 0))
         self._count += 1
-        mean = min(mean, seconds) if times < FIRST else mean + RATE * (seconds - mean)
+        by_minimum = times < NUM_MINIMUM
+        mean = min(mean, seconds) if by_minimum else mean + MEAN_WEIGHT * (seconds - mean)
         means = {**self._means, knot: (times + 1, mean, self._count)}
         oldest = self._count - LIFETIME
-        self._means = {s: known for s, known in sorted(means.items()) if known[2] > oldest}
+        self._means = {s: entry for s, entry in sorted(means.items()) if entry[2] > oldest}
         self._points = list(self._means), [mean for _, mean, _ in self._means.values()]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the target's forward by nodes, and of each drafter's draft by depth.
+    """Seconds of the target's forward pass by nodes, and of each drafter's draft by depth.
 
-    The nodes above a node that begins a branch count again with the weight `branch`: recurrent
-    layers run every path of a tree from its root.
+    Attributes:
+        verify: seconds by number of nodes.
+        draft: drafter name -> seconds by depth.
+        branch: weight with which the nodes above a branch count again, because recurrent layers run
+            every path of a tree from its root.
     """
 
     verify: Callable[[float], float]
@@ -134,41 +141,41 @@ class Costs:
     branch: float = 0.0
 
     @classmethod
-    def of(cls, timings: Mapping[str, Any]) -> Costs:
-        """Costs from measured points: "verify", a list, and "draft", one for each drafter."""
+    def from_timings(cls, timings: Mapping[str, Any]) -> Costs:
+        """Return the costs of configured timings, see `check_timings`."""
         draft = {name: Curve([(0, 0.0), *points]) for name, points in timings["draft"].items()}
         return cls(Curve(timings["verify"]), draft)
 
 
 class RoundTimes:
-    """The times of rounds with some drafters, and how their drafts fared.
+    """Timings of rounds and acceptance rates, for one target model and set of drafters.
 
-    It may outlive the drafters and holds nothing of them.
+    It may outlive the drafters and holds no reference to them.
     """
 
     def __init__(self) -> None:
         self._memories: dict[int, AcceptanceStats] = {}
-        self._verify = LearnedCurve(lambda nodes: 1.0 + NODE_PRICE * nodes)
+        self._verify = LearnedCurve(lambda nodes: 1.0 + NODE_COST * nodes)
         self._draft: dict[str, LearnedCurve] = {}
 
     def costs(self, forwards: Mapping[str, Callable[[int], int]]) -> Costs:
-        """Return the curves for `selection`; `forwards` maps a drafter to its passes by depth."""
+        """Return the current costs; `forwards` maps a drafter to its forward passes by depth."""
         return Costs(self._verify, {name: self._cost(name, of) for name, of in forwards.items()})
 
-    def memory(self, index: int, expected: tuple[float, float]) -> AcceptanceStats:
-        """How the drafts of one of the sources fared; `expected` as in `Source`."""
-        return self._memories.setdefault(index, AcceptanceStats.expected(expected, MEMORY_DECAY))
+    def memory(self, index: int, prior: tuple[float, float]) -> AcceptanceStats:
+        """Return the acceptance rates of draft source `index`; for `prior` see `DraftSource`."""
+        return self._memories.setdefault(index, AcceptanceStats.from_prior(prior, MEMORY_DECAY))
 
-    def knows_plain(self, rows: int) -> bool:
-        """Whether steps without drafts have been timed."""
-        return self._verify.reaches(rows)
+    def has_plain_step(self, rows: int) -> bool:
+        """Return True if steps without a draft have been timed."""
+        return self._verify.is_reliable(rows)
 
     def learn(
         self, nodes: float, verify_seconds: float, drafts: Mapping[str, tuple[int, float]]
     ) -> None:
-        """Add a round: the nodes of all rows, its seconds; of each draft its forwards, and seconds.
+        """Record nodes and seconds of the target, and forward passes and seconds of each draft.
 
-        Drafts without a forward of their own take no time worth counting.
+        Drafters without forward passes are ignored: their time is negligible.
         """
         self._verify.learn(nodes, verify_seconds)
         for name, (count, seconds) in drafts.items():
@@ -176,26 +183,26 @@ class RoundTimes:
                 self._curve(name).learn(count, seconds)
 
     def _curve(self, name: str) -> LearnedCurve:
-        return self._draft.setdefault(name, LearnedCurve(lambda count: FORWARD_PRICE * count))
+        return self._draft.setdefault(name, LearnedCurve(lambda count: FORWARD_COST * count))
 
     def _cost(self, name: str, forwards: Callable[[int], int]) -> Callable[[float], float]:
         curve = self._curve(name)
 
         def draft(depth: float) -> float:
             count = forwards(math.ceil(depth))
-            unit = 1.0 if curve.is_known else self._verify(1)
+            unit = 1.0 if curve.has_timings else self._verify(1)
             return curve(count) * unit if count else 0.0
 
         return draft
 
 
-def known_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> RoundTimes:
-    """What earlier generations in the same situation, drafters (`key`) and rows, have learned."""
-    return cached_per_model(target, ("rounds", num_rows, machine_of(target), key), RoundTimes)
+def cached_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> RoundTimes:
+    """Return the timings cached for the target, number of rows and drafters (`key`)."""
+    return cached_per_model(target, ("rounds", num_rows, _machine_key(target), key), RoundTimes)
 
 
-def machine_of(target: PreTrainedModel) -> tuple[Hashable, ...]:
-    """What the times of forwards depend on besides the model and its inputs."""
+def _machine_key(target: PreTrainedModel) -> tuple[Hashable, ...]:
+    """Return the settings besides the model and its inputs that affect forward pass times."""
     packed = cpu_packing_bytes() > 0
     device = execution_device(target.get_input_embeddings())
     compiled = CompiledLayers.of(target).wanted
@@ -203,7 +210,7 @@ def machine_of(target: PreTrainedModel) -> tuple[Hashable, ...]:
 
 
 def check_timings(timings: object) -> None:
-    """Refuse what is no set of timings, and show what is expected (`OptionError`)."""
+    """Raise `OptionError` unless `timings` has the format that its message shows."""
     curves: list[object] = []
     if isinstance(timings, dict) and set(timings) == {"verify", "draft"}:
         draft = timings["draft"]
@@ -211,8 +218,8 @@ def check_timings(timings: object) -> None:
     if not curves or not all(_is_curve(points) for points in curves):
         raise OptionError(
             f"timings={timings!r:.80} must be like {{'verify': [[1, 0.030], [16, 0.040]], 'draft': "
-            "{'tree': [[1, 0.003], [4, 0.012]]}}: seconds of a forward by nodes, and of a draft by "
-            "depth"
+            "{'tree': [[1, 0.003], [4, 0.012]]}}: seconds of a forward pass by nodes, and of a "
+            "draft by depth"
         )
 
 

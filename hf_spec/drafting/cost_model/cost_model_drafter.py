@@ -1,13 +1,12 @@
-"""Drafts as long and as wide as they are worth: what `auto` and the defaults of others share.
+"""Drafters whose draft length and width follow from the cost model.
 
-In every round the nodes are sent, and the levels drafted, that bring the most tokens per second:
-`sources` knows what drafts like these were worth, `choice` weighs that against what rounds cost,
-which is learned from them (`costs`), and `allowance` bounds what all this may lose. `measured`
-makes a single drafter so, and with it `draft`, `tree`, `gsd`, `disco`, `falcon` and `lookup` where
-no length is given.
+`CostModelDrafter` runs several drafters and merges their drafts; it is the base of `auto`.
+`AdaptiveLengthDrafter` is the same for a single method. Every method without a configured length
+uses it by default; `with_policy` and `adapt_length` build it. For the decision rule see
+`hf_spec.drafting.cost_model`.
 
-Choices follow from times and from the text so far, never from a draw to come, so whatever rule
-judges the drafts stays exact. Times differ from run to run, and with them the statistics.
+Decisions depend on timings and on the text so far, never on a later random draw. So every verifier
+stays exact. Timings vary between runs, and with them the statistics.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, DraftSource, MergedTree
-from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes, known_times
+from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes, cached_times
 from hf_spec.drafting.cost_model.loss_budget import LossBudget
-from hf_spec.drafting.cost_model.round_timer import RoundClock
+from hf_spec.drafting.cost_model.round_timer import RoundTimer
 from hf_spec.drafting.cost_model.selection import (
-    Round,
+    PlannedRound,
     RoundFilter,
-    always,
+    allow_all,
+    allow_plain,
     choose_nodes,
     choose_sources,
-    never,
 )
 from hf_spec.drafting.length_policy import (
     MEASURED,
     LengthPolicy,
     MeasuredPolicy,
-    free,
     make_policy,
+    no_cost,
 )
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
@@ -52,42 +51,45 @@ from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.models.recurrent_layers import recurrent_share
 from hf_spec.engine.runner import ModelRunner
 
-Policed = TypeVar("Policed", bound=PolicyConfig)
+ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
 
-# Share of what is known of a drafter that stays in a round in which it is not asked. There is no
-# other, so it is tried again soon.
-FADE = 0.95
-# Steps without drafts at the beginning of a generation, where their price is not known.
+# `DraftSource.retention` of a single drafter. There is no other, so it is tried again soon.
+RETENTION = 0.95
+# Steps without a draft at the start of a generation, if their cost is not known.
 PLAIN_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Levels of the deepest draft, and most nodes of a row that are sent, root excluded."""
+    """Depth of the deepest draft, and most verified nodes of a row, root excluded."""
 
     max_draft_tokens: int
     max_nodes: int
 
 
 class CostModelDrafter(Drafter):
-    """Asks drafters, joins their trees and sends the best nodes, `max_nodes` of a row at most.
+    """Runs the drafters that pay, merges their drafts, and sends the nodes that pay.
 
-    Sources that are `free` cost no time worth counting and are always asked; `assistants` are the
-    others, with names of their own. The deepest draft has `max_draft_tokens`.
+    Round costs and acceptance rates are measured and cached on the target, keyed by `key` and the
+    set of drafters. Until the cost of a step without a draft is known, nothing is drafted.
 
-    Rounds tell what they cost, and drafts how they fare, which stays with the target; `key` is what
-    both belong to besides the drafters. Where `costs` are given, nothing is timed or remembered.
-    Until the price of a step without drafts is known, such steps are made. What drafts may lose is
-    bounded (`hf_spec.drafting.cost_model.loss_budget`).
+    Args:
+        free: drafters with negligible cost, which run in every round.
+        assistants: other drafters, with distinct names.
+        target: the target model.
+        key: distinguishes cached measurements of the same drafters.
+        bounds: limits of a draft.
+        costs: configured costs; then nothing is measured or cached.
 
     Attributes:
-        counters: "rounds", one per row and draft; "idle_rounds", those that drafted nothing;
-            "asked_NAME", those in which the assistant of that name was asked.
+        counters: "rounds", one per row and draft; "idle_rounds", those without draft nodes;
+            "asked_NAME", those in which the assistant of that name ran.
     """
 
     assisted_refusal_reason = (
-        "lengths are measured in the engine of hf_spec, which assisted decoding does not use; give "
-        "a length_policy, or numbers of tokens, which are then kept, and for trees max_nodes"
+        "this drafter measures round times in the engine of hf_spec, which transformers' assisted "
+        "decoding does not use; give a length_policy, or numbers of tokens (for trees also "
+        "max_nodes), which are then fixed"
     )
 
     def __init__(
@@ -105,16 +107,16 @@ class CostModelDrafter(Drafter):
         self.max_nodes = bounds.max_nodes
         self._target = target
         self._key = key
-        self._given_costs = costs
+        self._configured_costs = costs
         self._sources = [*free, *assistants]
-        self._counted: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
         layers = {layer for source in self._sources for layer in source.drafter.hidden_layers}
         self.hidden_layers = tuple(sorted(layers))
 
     @property
     def counters(self) -> Mapping[str, int]:  # type: ignore[override]
         """See the class."""
-        return self._counted
+        return self._counts
 
     @property
     def forwards(self) -> int:
@@ -122,121 +124,124 @@ class CostModelDrafter(Drafter):
         return sum(source.drafter.forwards for source in self._sources)
 
     def start(self, state: GenerationState) -> None:
-        """Recall what rounds cost and how drafts fared."""
-        self._counted = Counter()
-        self._allowance = LossBudget()
+        """Load the cached costs and acceptance rates, and reset the loss budget."""
+        self._counts = Counter()
+        self._budget = LossBudget()
         self._times: RoundTimes | None = None
-        costs = self._given_costs
+        costs = self._configured_costs
         if costs is None:
-            # Who drafts in the target's own forward has no times.
+            # Drafters that run in the target's forward pass (SDSAT) have no timing of their own.
             timed = [s for s in self.assistants if not s.drafter.exclusive_tree]
-            owners = tuple((s.name, s.drafter.timing_key) for s in timed)
-            key = owners, len(self.assistants), len(self.free), self._key
-            self._times = known_times(self._target, key, state.num_rows)
+            drafters = tuple((s.name, s.drafter.timing_key) for s in timed)
+            key = drafters, len(self.assistants), len(self.free), self._key
+            self._times = cached_times(self._target, key, state.num_rows)
             costs = self._times.costs({s.name: s.drafter.num_forwards for s in self.assistants})
         branch = recurrent_share(self._target.config.get_text_config())
         self._costs = replace(costs, branch=branch)
         for index, source in enumerate(self._sources):
             times = self._times
-            known = None if times is None else times.memory(index, source.expected)
-            source.start(state.num_rows, known)
+            memory = None if times is None else times.memory(index, source.prior)
+            source.start(state.num_rows, memory)
         self._plain_steps = 0
-        self._allows: RoundFilter = always
+        self._allows: RoundFilter = allow_all
         clock = clock_of(state.device)
-        self._rounds = RoundClock(clock, self._costs, self._times, self._allowance)
+        self._timer = RoundTimer(clock, self._costs, self._times, self._budget)
 
     def restart(self, row: int) -> None:
-        """Forget the sequence before, in every drafter, and do not time the next round."""
+        """Reset every drafter for a new sequence in `row`; the next round is not timed."""
         for source in self._sources:
             source.restart(row)
-        self._rounds.restart()
+        self._timer.restart()
 
     def prefill(self, run: Callable[[ModelRunner], object]) -> None:
-        """Every drafter may have a model that reads more than tokens."""
+        """Prefill every drafter that has a model."""
         for source in self._sources:
             source.drafter.prefill(run)
 
     @contextmanager
     def active(self, state: GenerationState) -> Iterator[None]:
-        """Make every drafter ready."""
+        """Activate every drafter."""
         with super().active(state), ExitStack() as stack:
             for source in self._sources:
                 stack.enter_context(source.drafter.active(state))
             yield
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """The best nodes of all that is proposed, or a tree that must stay whole."""
-        self._rounds.begin()
+        """Return the best nodes of all drafts, or one draft that cannot be merged or cut."""
+        self._timer.begin()
         costs = self._costs
-        room = {row: min(limit, self.max_depth) for row, limit in limits.items()}
-        trees = {row: MergedTree(state.tokens[row][-1]) for row in room}
-        self._allows = self._rule(len(room))
+        max_depths = {row: min(limit, self.max_depth) for row, limit in limits.items()}
+        trees = {row: MergedTree(state.tokens[row][-1]) for row in max_depths}
+        self._allows = self._make_filter(len(trees))
         for source in self.free:
-            source.ask(state, {row: min(room[row], source.useful_depth(row)) for row in room})
-            source.join(trees)
+            source.draft(state, {r: min(n, source.useful_depth(r)) for r, n in max_depths.items()})
+            source.merge_into(trees)
         base, _ = choose_nodes(costs, trees, self.max_nodes, allows=self._allows)
-        chosen = choose_sources(base, trees, self.assistants, room, self._allows)
+        plan = choose_sources(base, trees, self.assistants, max_depths, self._allows)
         whole: DraftTree | None = None
         for source in self.assistants:
-            depths = self._depths(source, chosen, room)
-            self._ask(source, state, depths)
-            asked = sum(depth > 0 for depth in depths.values())
-            self._counted[f"asked_{source.name}"] += asked
+            drafting_rows = self._run(source, state, self._draft_depths(source, plan, max_depths))
+            if not drafting_rows:
+                continue
             drafter = source.drafter
-            # The rule that judges such trees reads how they were drafted.
-            if asked and (drafter.exclusive_tree or drafter.samples or drafter.rule is not None):
+            # The verifiers of such trees need them as they were drafted.
+            if drafter.exclusive_tree or drafter.samples or drafter.rule is not None:
                 whole = source.tree
-            elif asked:
-                source.join(trees)
+            else:
+                source.merge_into(trees)
         if whole is None:
-            # What drafting took beyond what was expected is no reason to send less of it.
-            spent = chosen.draft_seconds or self._rounds.draft_seconds()
+            # A draft that took longer than expected is no reason to send fewer of its nodes.
+            spent = plan.draft_seconds or self._timer.draft_seconds()
             best, nodes = choose_nodes(costs, trees, self.max_nodes, spent, self._allows)
-            kept = {row: tree.keep(nodes[row]) for row, tree in trees.items()}
-            whole, size = DraftTree.from_drafts(kept, state.num_rows), best.nodes
+            drafts = {row: tree.subtree(nodes[row]) for row, tree in trees.items()}
+            whole, size = DraftTree.from_drafts(drafts, state.num_rows), best.nodes
         else:
             size = whole.num_nodes
-        self._counted["rounds"] += len(room)
-        self._counted["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in room)
-        self._rounds.sent(size, chosen.draft_seconds)
+        self._counts["rounds"] += len(trees)
+        self._counts["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in trees)
+        self._timer.mark_sent(size, plan.draft_seconds)
         return whole
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Learn what the round took and brought; every source learns what the target said."""
+        """Record the round's time and tokens, and update every drafter."""
         rows = [row for row in range(len(verdict.accepted)) if verdict.tree.nodes(row)]
-        self._rounds.judged(len(rows), sum(len(verdict.tokens(row)) for row in rows))
+        self._timer.mark_verified(len(rows), sum(len(verdict.tokens(row)) for row in rows))
         for source in self._sources:
             source.observe(verdict, output)
 
-    def _rule(self, rows: int) -> RoundFilter:
-        """Which rounds may be made: none with drafts until the price of those without is known."""
-        plain = self._costs.verify(rows)
-        known = self._times is None or self._times.knows_plain(rows)
-        if self._plain_steps < PLAIN_STEPS and not known:
-            # The first round runs the prompt, and is not timed.
-            self._plain_steps += not self._rounds.is_first
-            return never
-        allowance = self._allowance
-        return lambda tokens, seconds: allowance.allows(tokens / rows, seconds, plain)
+    def _make_filter(self, rows: int) -> RoundFilter:
+        """Return the round filter: the loss budget, or no drafts until plain steps are timed."""
+        has_plain_cost = self._times is None or self._times.has_plain_step(rows)
+        if self._plain_steps < PLAIN_STEPS and not has_plain_cost:
+            # The first round runs the prompt and is not timed.
+            self._plain_steps += not self._timer.is_first
+            return allow_plain
+        budget, plain_seconds = self._budget, self._costs.verify(rows)
+        return lambda tokens, seconds: budget.allows(tokens / rows, seconds, plain_seconds)
 
-    def _ask(self, source: DraftSource, state: GenerationState, depths: Mapping[int, int]) -> None:
-        """Let an assistant draft; the clock runs."""
-        with self._rounds.drafting(source.name, source.drafter, max(depths.values(), default=0)):
-            source.ask(state, depths)
+    def _run(self, source: DraftSource, state: GenerationState, depths: Mapping[int, int]) -> int:
+        """Run an assistant with the timer; return the number of rows that it drafted for."""
+        deepest = max(depths.values(), default=0)
+        with self._timer.time_draft(source.name, source.drafter, deepest):
+            source.draft(state, depths)
+        drafting_rows = sum(depth > 0 for depth in depths.values())
+        self._counts[f"asked_{source.name}"] += drafting_rows
+        return drafting_rows
 
-    def _depths(
-        self, source: DraftSource, chosen: Round, room: Mapping[int, int]
+    def _draft_depths(
+        self, source: DraftSource, plan: PlannedRound, max_depths: Mapping[int, int]
     ) -> dict[int, int]:
-        """Per row how deep an assistant drafts, 0 where it is not asked."""
-        depths = chosen.asked.get(source.name, {})
-        return {row: depths.get(row, 0) for row in room}
+        """Return, per row, the depth to which an assistant drafts; 0 if it does not."""
+        depths = plan.depths.get(source.name, {})
+        return {row: depths.get(row, 0) for row in max_depths}
 
 
 class AdaptiveLengthDrafter(CostModelDrafter):
-    """One kind of drafter: one source that takes time, with its policy, or any that take none.
+    """A single method under the cost model: one drafter with a model, or several without.
 
-    With a policy that goes by something else than time, it drafts in every round what that says,
-    and the nodes to send are what is chosen. `key` tells them from other drafters of the target.
+    With a length policy other than `MeasuredPolicy`, it drafts in every round what the policy
+    allows, and the cost model only chooses the nodes to send. `policy` and verifier belong to the
+    first of `sources`.
     """
 
     def __init__(
@@ -247,8 +252,8 @@ class AdaptiveLengthDrafter(CostModelDrafter):
         bounds: Bounds,
         policy: LengthPolicy | None = None,
     ):
-        takes_time = sources[0].drafter.num_forwards(1) > 0
-        free, assistants = ([], sources) if takes_time else (sources, [])
+        has_cost = sources[0].drafter.num_forwards(1) > 0
+        free, assistants = ([], sources) if has_cost else (sources, [])
         super().__init__(free, assistants, target, (sources[0].name, key), bounds)
         self._main = sources[0]
         self._policy = policy if isinstance(policy, MeasuredPolicy) else None
@@ -256,67 +261,71 @@ class AdaptiveLengthDrafter(CostModelDrafter):
 
     @property
     def counters(self) -> Mapping[str, int]:  # type: ignore[override]
-        """Those of the drafter too."""
-        return {**self._main.drafter.counters, **self._counted}
+        """Counters of the drafter and of the cost model."""
+        return {**self._main.drafter.counters, **self._counts}
 
     @property
     def samples(self) -> bool:  # type: ignore[override]
-        """Whether the drafter draws at random."""
+        """True if the drafter samples its drafts."""
         return self._main.drafter.samples
 
     @property
     def graphs(self) -> Mapping[int, Any]:
-        """Of a drafter with a draft model: per row the graph of the newest draft."""
-        found: Mapping[int, Any] = getattr(self._main.drafter, "graphs", {})
-        return found
+        """Row -> graph of the last draft, for drafters that grow level by level."""
+        graphs: Mapping[int, Any] = getattr(self._main.drafter, "graphs", {})
+        return graphs
 
     def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
-        """The drafter's own rule."""
+        """Return the drafter's verifier."""
         return self._main.drafter.make_verifier(processors, num_rows)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """See `CostModelDrafter`."""
         tree = super().draft(state, limits)
         if self._policy is not None:
-            # It knows the drafter, which knows the policy: storage would wait for the collector.
-            self._policy.price = free
+            # Drop the reference cycle between drafter and policy, which would keep storage alive
+            # until the garbage collector runs.
+            self._policy.level_cost = no_cost
         if self.assistants:
-            # Levels that the policy left out tell nothing.
+            # Levels that the policy did not draft are no failures.
             self._main.limits = {row: self._main.tree.height(row) for row in limits}
         return tree
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """The policy learns, too."""
+        """See `CostModelDrafter`; also updates the policy."""
         super().observe(verdict, output)
         if self._policy is not None:
-            for row, reached in self._main.reached.items():
+            for row, accepted in self._main.accepted_levels.items():
                 height = self._main.tree.height(row)
-                self._policy.learn(row, height, reached, len(verdict.tokens(row)))
+                self._policy.learn(row, height, accepted, len(verdict.tokens(row)))
 
-    def _depths(
-        self, source: DraftSource, chosen: Round, room: Mapping[int, int]
+    def _draft_depths(
+        self, source: DraftSource, plan: PlannedRound, max_depths: Mapping[int, int]
     ) -> dict[int, int]:
-        """A drafter that is asked may go on as long as its policy lets it, and the round may."""
+        """Return the planned depths, extended to what the loss budget allows the policy to use."""
         if self._drafts_always:
-            return dict.fromkeys(room, 0) if self._allows is never else dict(room)
-        asked = {row: depth for row, depth in chosen.asked.get(source.name, {}).items() if depth}
-        if self._policy is not None and asked:
-            self._policy.price = partial(chosen.level_price, source, len(asked), len(room))
-        longest = self._longest(source, len(asked), len(room))
+            idle = self._allows is allow_plain
+            return dict.fromkeys(max_depths, 0) if idle else dict(max_depths)
+        depths = {row: depth for row, depth in plan.depths.get(source.name, {}).items() if depth}
+        rows = len(max_depths)
+        if self._policy is not None and depths:
+            self._policy.level_cost = partial(plan.level_cost, source, len(depths), rows)
+        affordable = self._affordable_depth(source, len(depths), rows)
         return {
-            row: min(limit, max(longest, asked[row])) if row in asked else 0
-            for row, limit in room.items()
+            row: min(limit, max(affordable, depths[row])) if row in depths else 0
+            for row, limit in max_depths.items()
         }
 
-    def _rule(self, rows: int) -> RoundFilter:
-        """Where drafts are given the allowance is not asked."""
-        rule = super()._rule(rows)
-        return always if self._drafts_always and rule is not never else rule
+    def _make_filter(self, rows: int) -> RoundFilter:
+        """Return the round filter; configured lengths are exempt from the loss budget."""
+        allows = super()._make_filter(rows)
+        return allow_all if self._drafts_always and allows is not allow_plain else allows
 
-    def _longest(self, source: DraftSource, asked: int, rows: int) -> int:
-        """Levels that may all fail; of a tree, the nodes to send are chosen when it is there."""
+    def _affordable_depth(self, source: DraftSource, drafting_rows: int, rows: int) -> int:
+        """Return the depth at which a draft without any accepted token fits the loss budget."""
         draft, verify = self._costs.draft[source.name], self._costs.verify
-        sent = asked if source.nodes_per_level == 1 else 0
+        # The nodes of a tree are chosen after drafting; those of a chain are all verified.
+        sent = drafting_rows if source.nodes_per_level == 1 else 0
         depth = 0
         while depth < source.depth and self._allows(
             0.0, draft(depth + 1) + verify(rows + sent * (depth + 1))
@@ -325,61 +334,60 @@ class AdaptiveLengthDrafter(CostModelDrafter):
         return depth
 
 
-def measured(
+def adapt_length(
     drafter: Drafter,
     policy: LengthPolicy,
     target: PreTrainedModel,
     config: PolicyConfig,
     nodes_per_level: int,
 ) -> AdaptiveLengthDrafter:
-    """The same drafts, as long and as wide as they are worth, at so many nodes a level."""
+    """Return `drafter` under the cost model; for `nodes_per_level` see `DraftSource`."""
     depth = drafter.max_depth
     source = DraftSource(
-        config.strategy, drafter, depth, nodes_per_level=nodes_per_level, fade=FADE
+        config.strategy, drafter, depth, nodes_per_level=nodes_per_level, retention=RETENTION
     )
-    most = getattr(config, "max_nodes", None) or depth
-    # A policy may go beyond the length that it starts with.
+    max_nodes = getattr(config, "max_nodes", None) or depth
+    # A policy may exceed the length that it starts with.
     source.depth = max(depth, policy.longest)
-    bounds = Bounds(source.depth, most)
+    bounds = Bounds(source.depth, max_nodes)
     return AdaptiveLengthDrafter([source], target, config.batching, bounds, policy)
 
 
 def can_measure(target: PreTrainedModel) -> bool:
-    """Whether times may decide: not among processes that must take the same steps."""
+    """Return False for a tensor parallel model, whose processes must all take the same steps."""
     return tensor_parallel_size(target) == 1
 
 
 def selects_nodes_by_cost(config: PolicyConfig, target: PreTrainedModel) -> bool:
-    """Whether as many nodes are sent as are worth their time, where that can be."""
+    """Return True if the cost model chooses the nodes to send."""
     return config.selects_nodes_by_cost and can_measure(target)
 
 
-def resolve(config: Policed, target: PreTrainedModel) -> Policed:
-    """The config with a policy and sizes, measured where that can be and nothing is given."""
-    possible = can_measure(target)
-    if config.length_policy == MEASURED and not possible:
+def resolve_config(config: ConfigT, target: PreTrainedModel) -> ConfigT:
+    """Return the config with its length policy and sizes filled in.
+
+    Raises `UnsupportedError` if "measured" is configured for a tensor parallel model.
+    """
+    measures = can_measure(target)
+    if config.length_policy == MEASURED and not measures:
         raise UnsupportedError(
-            "length_policy='measured' goes by times, which differ among the processes of a tensor "
-            "parallel model; leave it out, and the usual sizes are kept"
+            "length_policy='measured' is unsupported with tensor parallelism, because times differ "
+            "among the processes; leave it out to use fixed sizes"
         )
-    return config.resolve(possible)
+    return config.resolve(measures)
 
 
 def with_policy(
-    config: Policed, target: PreTrainedModel, make: Callable[..., Drafter], children: int
+    config: ConfigT, target: PreTrainedModel, make: Callable[..., Drafter], children: int
 ) -> Drafter:
-    """A drafter that its length policy ends, or measured time where nothing else is asked for.
+    """Return a drafter with the configured length policy, under the cost model if it applies.
 
-    Args:
-        config: with or without sizes.
-        target: the model that is drafted for.
-        make: called with the config, its sizes filled in, and `policy=`.
-        children: most tokens that it drafts after one.
+    It is built as `make(config, policy=policy)`; `children` is the most children of a node.
     """
-    weighs = selects_nodes_by_cost(config, target)
-    config = resolve(config, target)
+    by_cost = selects_nodes_by_cost(config, target)
+    config = resolve_config(config, target)
     policy = make_policy(config, target)
     drafter = make(config, policy=policy)
-    if config.length_policy != MEASURED and not weighs:
+    if config.length_policy != MEASURED and not by_cost:
         return drafter
-    return measured(drafter, policy, target, config, min(children, NODES_PER_LEVEL))
+    return adapt_length(drafter, policy, target, config, min(children, NODES_PER_LEVEL))

@@ -1,39 +1,41 @@
-"""What drafts may cost beyond what they bring, so that no text is slower than it is without them.
+"""Loss budget: how much time a generation may spend on drafts that do not pay.
 
-Whether drafts pay is found out by drafting. What this may lose is bounded, in steps without drafts
-(plain steps, one token per row): a generation of T tokens loses at most `FIRST` + `SHARE` x T on
-drafts of which little is known. Drafts that are expected to bring several times what they cost may
-be tried beyond that; each one that fails is expected to bring less the next time. What drafts
-gained counts, so that those that pay are never kept from it.
+Only drafting shows whether drafts pay. The budget bounds that cost in plain steps (steps without a
+draft, one token per row): a generation of T tokens loses at most `INITIAL_STEPS` +
+`STEPS_PER_TOKEN` x T. A draft whose expected gain is several times its cost may exceed the budget;
+each failure lowers the next expectation. Gains are credited, so drafts that pay are never blocked.
 """
 
 from __future__ import annotations
 
-FIRST = 1.0
-SHARE = 0.01
-# How much of what drafts are expected to gain may be lost on them.
-TRUST = 0.25
+INITIAL_STEPS = 1.0
+STEPS_PER_TOKEN = 0.01
+# Share of a draft's expected gain that it may lose on top of the budget.
+GAIN_SHARE = 0.25
 
 
 class LossBudget:
-    """The plain steps that drafts of one generation may still lose.
+    """Plain steps that the drafts of one generation may still lose.
 
     Attributes:
-        steps: so many; gains add to them.
+        steps: the remaining budget; negative after a loss that exceeded it.
     """
 
     def __init__(self) -> None:
-        self.steps = FIRST
+        self.steps = INITIAL_STEPS
 
     def allows(self, tokens: float, seconds: float, plain_seconds: float) -> bool:
-        """Whether a round may be made that takes so long and is expected to gain so much.
+        """Return True if the expected loss of this round fits the remaining budget.
 
-        `tokens` are per row; a step without drafts gains one in `plain_seconds`.
+        Args:
+            tokens: expected tokens per row, the bonus token included.
+            seconds: expected seconds of the round.
+            plain_seconds: seconds of a step without a draft, which yields one token per row.
         """
-        # Given timings may hold 0.
+        # Configured timings may be 0.
         spent = seconds / max(plain_seconds, 1e-9)
-        return spent - 1.0 <= max(self.steps, 0.0) + TRUST * max(tokens - spent, 0.0)
+        return spent - 1.0 <= max(self.steps, 0.0) + GAIN_SHARE * max(tokens - spent, 0.0)
 
-    def settle(self, tokens: float, seconds: float, plain_seconds: float) -> None:
-        """Count a round that gained so many tokens per row and took so long."""
-        self.steps += tokens * (1.0 + SHARE) - seconds / max(plain_seconds, 1e-9)
+    def record_round(self, tokens: float, seconds: float, plain_seconds: float) -> None:
+        """Add the tokens per row that a round gained and subtract its time."""
+        self.steps += tokens * (1.0 + STEPS_PER_TOKEN) - seconds / max(plain_seconds, 1e-9)

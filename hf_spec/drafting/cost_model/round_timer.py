@@ -1,8 +1,8 @@
-"""What the rounds of a generation took, and what is learned from it.
+"""Timing of rounds without synchronizing with the device.
 
-A round is timed in two parts, its drafts and the target's forward, by marks that may be read later
-than they are set (see `hf_spec.backend.device.clock`). So a round is learned from as soon as its
-times are known, at the latest when the next one has been judged.
+A round has two timed parts: its drafts, and the target's forward pass with verification. Their
+start and end are marks that may be read later (see `hf_spec.backend.device.clock`). A round is
+recorded as soon as its marks have passed, at the latest when the next round was verified.
 """
 
 from __future__ import annotations
@@ -10,23 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hf_spec.backend.device.clock import Clock
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes
 from hf_spec.drafting.cost_model.loss_budget import LossBudget
-
-
-class Counts(Protocol):
-    """What counts its forwards."""
-
-    @property
-    def forwards(self) -> int: ...  # noqa: D102
+from hf_spec.engine.decode.drafter import Drafter
 
 
 @dataclass(frozen=True)
 class TimedDraft:
-    """What a drafter did in a round: forwards, levels asked for, and the marks around it."""
+    """A drafter's work in one round: forward passes, requested depth, start and end marks."""
 
     forwards: int
     depth: int
@@ -35,108 +29,117 @@ class TimedDraft:
 
 
 @dataclass(frozen=True)
-class _Round:
-    """A round whose times are not known yet.
+class _PendingRound:
+    """A verified round that has not been recorded yet.
 
     Attributes:
-        size: nodes that were sent.
-        sent, judged: marks around the target's forward and the verdict.
-        drafts: what the drafters did.
-        known: those that have drafted before; None of rounds that tell nothing of the others.
-        expected: seconds that the drafts were to take.
-        rows, gained: how many, and the tokens of all of them.
+        size: nodes that the target ran.
+        sent, verified: marks around the target's forward pass and verification.
+        drafts: the drafts by drafter name.
+        timed_drafters: drafters whose time is recorded; None if the whole round is not timed.
+        expected_seconds: expected drafting time.
+        rows, tokens: number of rows, and of tokens that they gained together.
     """
 
     size: float
     sent: Any
-    judged: Any
+    verified: Any
     drafts: Mapping[str, TimedDraft]
-    known: frozenset[str] | None
-    expected: float
+    timed_drafters: frozenset[str] | None
+    expected_seconds: float
     rows: int
-    gained: int
+    tokens: int
 
 
-class RoundClock:
-    """Times rounds, and tells `times` and `allowance` of them.
+class RoundTimer:
+    """Times rounds and records them in `times` and `budget`.
 
-    Without `times` nothing is learned, and drafts count for what they were expected to take.
+    Without `times`, nothing is learned and drafts are charged to the budget at their expected cost.
 
     Attributes:
-        is_first: whether the next forward runs a prompt, which tells nothing of the others.
-        drafts: what the drafters did in the newest round, by name.
+        is_first: True if the next forward pass of the target runs a prompt; it is not timed.
+        drafts: drafts of the current round, by drafter name.
     """
 
-    def __init__(self, clock: Clock, costs: Costs, times: RoundTimes | None, allowance: LossBudget):
+    def __init__(self, clock: Clock, costs: Costs, times: RoundTimes | None, budget: LossBudget):
         self._clock = clock
         self._costs = costs
         self._times = times
-        self._allowance = allowance
-        self._round: _Round | None = None
+        self._budget = budget
+        self._pending: _PendingRound | None = None
         self.restart()
 
     def restart(self) -> None:
-        """A prompt is run next: by the target now, by drafters when they first draft."""
+        """Do not time the next round, nor the next draft of each drafter: they run a prompt."""
         self.is_first = True
         self.drafts: dict[str, TimedDraft] = {}
         self._has_drafted: set[str] = set()
 
     def begin(self) -> None:
-        """A round begins."""
-        self._read()
+        """Begin a round."""
+        self._record_pending()
         self.drafts = {}
 
     @contextmanager
-    def drafting(self, name: str, drafter: Counts, depth: int) -> Iterator[None]:
-        """A drafter works in the block, asked for so many levels."""
+    def time_draft(self, name: str, drafter: Drafter, depth: int) -> Iterator[None]:
+        """Time the block, in which `drafter` drafts `depth` levels."""
         before, start = drafter.forwards, self._clock.mark()
         yield
         count = drafter.forwards - before
         self.drafts[name] = TimedDraft(count, depth, start, self._clock.mark())
 
     def draft_seconds(self) -> float:
-        """Seconds that the drafts of the round took, or may take where nobody knows yet."""
+        """Return the drafting time of the round: measured, or expected until its end has passed."""
         if self._times is None:
             return 0.0
         return sum(
-            self._clock.seconds(one.start, one.end)
-            if self._clock.passed(one.end)
-            else self._costs.draft[name](one.depth)
-            for name, one in self.drafts.items()
-            if one.forwards
+            self._clock.seconds(draft.start, draft.end)
+            if self._clock.passed(draft.end)
+            else self._costs.draft[name](draft.depth)
+            for name, draft in self.drafts.items()
+            if draft.forwards
         )
 
-    def sent(self, size: float, expected: float) -> None:
-        """So many nodes go to the target; the drafts were to take so many seconds."""
-        self._size, self._expected, self._sent = size, expected, self._clock.mark()
+    def mark_sent(self, size: float, expected_seconds: float) -> None:
+        """Mark the start of the target's forward pass over `size` nodes."""
+        self._size, self._expected_seconds = size, expected_seconds
+        self._sent = self._clock.mark()
 
-    def judged(self, rows: int, gained: int) -> None:
-        """So many rows have so many tokens more, which the host knows."""
-        # The round before has passed by now.
-        self._read()
-        known = None if self.is_first else frozenset(self._has_drafted)
-        marks = self._sent, self._clock.mark()
-        self._round = _Round(self._size, *marks, self.drafts, known, self._expected, rows, gained)
+    def mark_verified(self, rows: int, tokens: int) -> None:
+        """Mark the end of verification: `rows` rows gained `tokens` tokens together."""
+        # The marks of the previous round have passed by now.
+        self._record_pending()
+        self._pending = _PendingRound(
+            size=self._size,
+            sent=self._sent,
+            verified=self._clock.mark(),
+            drafts=self.drafts,
+            timed_drafters=None if self.is_first else frozenset(self._has_drafted),
+            expected_seconds=self._expected_seconds,
+            rows=rows,
+            tokens=tokens,
+        )
         self.is_first = False
-        self._has_drafted |= {name for name, one in self.drafts.items() if one.forwards}
-        self._read()
+        self._has_drafted |= {name for name, draft in self.drafts.items() if draft.forwards}
+        self._record_pending()
 
-    def _read(self) -> None:
-        """Learn from the newest round, if the device has come that far."""
-        one = self._round
-        if one is None or not self._clock.passed(one.judged):
+    def _record_pending(self) -> None:
+        """Record the last verified round if its marks have passed."""
+        done = self._pending
+        if done is None or not self._clock.passed(done.verified):
             return
-        self._round = None
+        self._pending = None
         drafts = {
             name: (draft.forwards, self._clock.seconds(draft.start, draft.end))
-            for name, draft in one.drafts.items()
+            for name, draft in done.drafts.items()
         }
-        if self._times is not None and one.known is not None:
-            timed = {name: spent for name, spent in drafts.items() if name in one.known}
-            self._times.learn(one.size, self._clock.seconds(one.sent, one.judged), timed)
-        if one.rows:
-            drafting = one.expected
+        if self._times is not None and done.timed_drafters is not None:
+            timed = {name: drafts[name] for name in drafts if name in done.timed_drafters}
+            self._times.learn(done.size, self._clock.seconds(done.sent, done.verified), timed)
+        if done.rows:
+            drafting = done.expected_seconds
             if self._times is not None:
                 drafting = sum(seconds for count, seconds in drafts.values() if count)
-            spent = self._costs.verify(one.size) + drafting
-            self._allowance.settle(one.gained / one.rows, spent, self._costs.verify(one.rows))
+            seconds = self._costs.verify(done.size) + drafting
+            plain_seconds = self._costs.verify(done.rows)
+            self._budget.record_round(done.tokens / done.rows, seconds, plain_seconds)

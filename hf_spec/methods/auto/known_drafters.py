@@ -1,8 +1,8 @@
-"""Published drafters of others, by the model that they draft for.
+"""Published draft heads and draft models by target model, from `known_drafters.json`.
 
-The table, `known_drafters.json`, has what papers, READMEs and documentation name. A drafter that
-fits by name can still be read wrongly or draft badly, which costs time alone: `hf-spec verify` and
-`hf-spec bench` tell.
+The table contains what papers, READMEs and documentation name. It does not guarantee that a head
+loads with the right layout or drafts well; check it with `hf-spec verify` and `hf-spec bench`. A
+wrong one costs only time.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from hf_spec.adapters.base_name import base_name
 from hf_spec.common.errors import OptionError
 from hf_spec.methods.registry import known_strategies
 
-# What names of quantised copies end in.
-QUANTISED = re.compile(r"-(awq|gptq|fp8|nvfp4|int4|int8|4bit|8bit|bnb|gguf|mlx|dynamic|bf16)\b.*$")
+# Name suffix of quantized copies.
+QUANTIZED_SUFFIX = re.compile(
+    r"-(awq|gptq|fp8|nvfp4|int4|int8|4bit|8bit|bnb|gguf|mlx|dynamic|bf16)\b.*$"
+)
 
 
 @dataclass(frozen=True)
 class KnownDrafter:
-    """A drafter on the Hub.
+    """Drafter on the Hub.
 
     Attributes:
-        repo: its Hub id, for `assistant=`.
-        family: what it is, by the field's name.
-        strategy: for `spec_strategy=`.
-        targets: names of the models that it drafts for, without their owners.
-        licence: of its weights; "its card" where the repository's card alone says it.
-        pickled: whether it is published as a pickle, which has to be converted first.
+        repo: Hub id, for `assistant=`.
+        family: kind of drafter, by its common name.
+        strategy: value for `spec_strategy=`.
+        targets: names of supported target models, without owners.
+        licence: license of the weights; "its card" if only the model card states one.
+        pickled: True if it is published as a pickle, which must be converted first.
     """
 
     repo: str
@@ -46,7 +48,7 @@ class KnownDrafter:
 
 @cache
 def known_drafters() -> tuple[KnownDrafter, ...]:
-    """The whole table."""
+    """Return the whole table."""
     text = resources.files(__package__).joinpath("known_drafters.json").read_text(encoding="utf-8")
     return tuple(
         KnownDrafter(**{**entry, "targets": tuple(entry["targets"])}) for entry in json.loads(text)
@@ -54,22 +56,22 @@ def known_drafters() -> tuple[KnownDrafter, ...]:
 
 
 def heads_for(model: PreTrainedModel | str) -> list[KnownDrafter]:
-    """Published drafters for a model, or for its Hub id; none where none is known.
+    """Return published drafters for a model or Hub id, from a built-in table without network.
 
-    Quantised copies are found by their original's name. Nothing is asked of the Hub.
+    Quantized copies match the name of the original model.
     """
     if not isinstance(model, str) and not hasattr(model, "config"):
         raise OptionError(f"model of type {type(model).__name__}: pass a model or its Hub id")
-    name = _plain(model if isinstance(model, str) else base_name(model))
-    served = known_strategies()
+    name = _base_name(model if isinstance(model, str) else base_name(model))
+    strategies = known_strategies()
     return [
         drafter
         for drafter in known_drafters()
-        if drafter.strategy in served and name in map(_plain, drafter.targets)
+        if drafter.strategy in strategies and name in map(_base_name, drafter.targets)
     ]
 
 
-def _plain(name: str) -> str:
-    """A model's name without owner, maker and quantisation, in lower case."""
+def _base_name(name: str) -> str:
+    """Return a model name in lower case, without owner, "meta-" and quantization suffix."""
     last = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
-    return QUANTISED.sub("", last)
+    return QUANTIZED_SUFFIX.sub("", last)

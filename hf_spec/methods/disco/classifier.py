@@ -1,9 +1,7 @@
-"""DISCO's classifier: will the target accept the token that a draft distribution is about to give?
+"""DISCO's classifier: 12 features of a draft distribution -> probability of acceptance.
 
-Twelve features of the distribution and its place, a linear layer, ReLU, a linear layer (Mamou et
-al. 2024, arXiv 2405.04304, section 3). The paper leaves the width, the activation, the scaling and
-the kind of entropy open; here they are 32, ReLU, features standardised by the training set, and the
-entropy of the whole distribution.
+See Mamou et al. 2024, arXiv 2405.04304, section 3; for the choices that the paper leaves open, see
+`hf_spec.methods.disco`.
 """
 
 from __future__ import annotations
@@ -25,28 +23,26 @@ NUM_FEATURES = TOP + 2
 
 
 def draft_features(draft_probs: Tensor, positions: Tensor) -> Tensor:
-    """What the classifier sees of draft distributions, computed where they are.
+    """Return the classifier's features, computed on the device of the distributions.
 
     Args:
-        draft_probs: (M, V) float32, after every processor. Vocabularies of fewer than ten tokens
-            count as having tokens of probability 0.
-        positions: (M,) where the drafted token stands, 0 for the first token of the generation.
+        draft_probs: (M, V) float32, after all logits processors. Vocabularies of fewer than ten
+            tokens are padded with probability 0.
+        positions: (M,) position of the drafted token, 0 for the first generated token.
 
     Returns:
-        (M, 12) float32: the ten largest probabilities in descending order, the entropy in nats of
-        the whole distribution, log(1 + position).
+        (M, 12) float32: the ten largest probabilities in descending order, the entropy of the whole
+        distribution in nats, log(1 + position).
     """
-    place = positions.to(draft_probs.dtype).log1p()[:, None]
-    return torch.cat([hf_spec_kernels.draft_features(draft_probs, TOP), place], dim=-1)
+    log_position = positions.to(draft_probs.dtype).log1p()[:, None]
+    return torch.cat([hf_spec_kernels.draft_features(draft_probs, TOP), log_position], dim=-1)
 
 
 class DiscoClassifier(nn.Module):
-    """Features of a draft distribution -> logit of the probability that its token is accepted.
-
-    There are `hidden_size` places between the two layers.
+    """Two-layer network: features -> acceptance logit.
 
     Attributes:
-        mean, std: (12,) float32, of the features in the training set.
+        mean, std: (12,) float32 statistics of the features in the training set.
     """
 
     mean: Tensor
@@ -61,41 +57,45 @@ class DiscoClassifier(nn.Module):
         self.outer = nn.Linear(hidden_size, 1)
 
     def forward(self, features: Tensor) -> Tensor:
-        """(M, 12) float32 features as they are, not yet standardised -> (M,) acceptance logits."""
+        """Return (M,) acceptance logits of (M, 12) float32 features, not standardized."""
         return self.outer(self.inner((features - self.mean) / self.std).relu())[:, 0]
 
     def fit_scaler(self, features: Tensor) -> None:
-        """Take mean and standard deviation from (M, 12) features."""
+        """Set mean and standard deviation to those of (M, 12) features."""
         self.mean.copy_(features.mean(dim=0))
-        # A feature that never changes is left as it is.
+        # Do not scale a constant feature.
         std = features.std(dim=0, correction=0)
         self.std.copy_(torch.where(std > 1e-6, std, torch.ones_like(std)))
 
     def to_adapter(self, base: BaseModel, **options: Any) -> SpecAdapter:
-        """The classifier as an adapter for the target that is `base`.
+        """Return the classifier as an adapter for the target `base`.
 
-        `options` go with it as JSON values: `threshold`, `max_draft_tokens`, `draft` (Hub id,
-        folder relative to the adapter's, or {"truncated": layers}) and measured numbers.
+        Args:
+            base: the target model.
+            options: JSON values to store: `threshold`, `max_draft_tokens`, `draft` (Hub id, folder
+                relative to the adapter's, or {"truncated": layers}) and measurements.
         """
         options = {"hidden_size": self.hidden_size, **options}
         return SpecAdapter(METHOD, base, options, dict(self.state_dict()))
 
     @classmethod
     def from_adapter(cls, adapter: SpecAdapter) -> DiscoClassifier:
-        """The classifier of an adapter, ready for use; an `AssistantError` if it makes none."""
+        """Return the classifier of an adapter; raise `AssistantError` if it is invalid."""
         what, options = "the DISCO adapter", adapter.options
         hidden_size = whole_number(what, options, "hidden_size", 1, adapter.largest)
-        # Adapters once said which groups of features they look at.
+        # An old adapter format allowed a subset of the features.
         if options.get("features", [*FEATURES]) != [*FEATURES]:
             raise AssistantError(
-                f"{adapter.folder or 'the adapter'} looks at some features only "
+                f"{adapter.folder or 'the adapter'} uses only some features "
                 f"({options['features']!r}); train it again: hf-spec train disco"
             )
         classifier = cls(hidden_size)
         shapes = {name: tensor.shape for name, tensor in classifier.state_dict().items()}
         check_tensors(what, adapter.tensors, shapes)
         if not bool((adapter.tensors["std"] > 0).all()):
-            raise AssistantError(f"{what} is damaged: a feature has no spread; train it again")
+            raise AssistantError(
+                f"{what} is damaged: a feature has standard deviation 0; train it again"
+            )
         classifier.load_state_dict(adapter.tensors)
         return classifier.eval().requires_grad_(False)
 

@@ -1,13 +1,4 @@
-"""DISCO: a chain of draft tokens whose length a trained classifier decides, token by token.
-
-After every draft token the classifier estimates from the draft model's distribution whether the
-target will accept it; below a threshold the row stops drafting, and the token that made it stop is
-sent along (Mamou et al. 2024, arXiv 2405.04304). Threshold and longest draft are calibrated on
-measured latency and stored in the adapter. The same classifier serves trees and graphs as
-`length_policy="disco"`, where it judges the end of each row's likeliest path.
-
-The classifier never sees the target, so the output stays the target's own.
-"""
+"""Length policies and config of `disco`; for the method see `hf_spec.methods.disco`."""
 
 from __future__ import annotations
 
@@ -26,7 +17,7 @@ from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
 from hf_spec.adapters.reading import whole_number
 from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import AssistantError, OptionError
-from hf_spec.drafting.cost_model.cost_model_drafter import can_measure, measured
+from hf_spec.drafting.cost_model.cost_model_drafter import adapt_length, can_measure
 from hf_spec.drafting.length_policy import (
     DraftedToken,
     LengthPolicy,
@@ -39,20 +30,23 @@ from hf_spec.methods.disco.classifier import METHOD, DiscoClassifier, draft_feat
 from hf_spec.methods.draft_model.config import DraftConfig, wide_tree
 from hf_spec.methods.draft_model.drafter import DraftModelConfig
 from hf_spec.methods.draft_model.loading import resolve_draft_model
-from hf_spec.methods.draft_model.other_tokenizer.assistant import Draft, Translated, find_draft
+from hf_spec.methods.draft_model.other_tokenizer.assistant import (
+    AssistantWithTokenizers,
+    LoadedDraft,
+    find_draft,
+)
 from hf_spec.methods.draft_model.truncated import truncated_draft
 from hf_spec.methods.registry import register
 
-# More than any draft that was ever worth it.
+# Largest draft length that an adapter may contain.
 LONGEST = 1024
 
 
 @dataclass
 class DiscoPolicy(LengthPolicy):
-    """Stop after a token that the classifier thinks will be rejected.
+    """Stop after a token whose predicted acceptance probability is below `threshold`.
 
-    The longest draft is the paper's SL_max; `threshold`, its tau, is the least probability of
-    acceptance at which a row drafts on.
+    In the paper, `threshold` is tau and `max_draft_tokens` is SL_max.
     """
 
     threshold: float
@@ -60,53 +54,58 @@ class DiscoPolicy(LengthPolicy):
 
     @torch.no_grad()
     def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor:
-        """(M,) the classifier's probability that the token drafted from each is accepted."""
-        (places,) = send([torch.tensor(positions)], draft_probs.device)
+        """Return the (M,) predicted acceptance probabilities."""
+        (on_device,) = send([torch.tensor(positions)], draft_probs.device)
         classifier = self.classifier.to(draft_probs.device)
-        return classifier(draft_features(draft_probs, places)).sigmoid()
+        return classifier(draft_features(draft_probs, on_device)).sigmoid()
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
-        """Whether each token is likely enough to be accepted."""
+        """Compare acceptance probabilities with the threshold."""
         return [token.score >= self.threshold for token in newest]
 
 
 class MeasuredDiscoPolicy(MeasuredPolicy):
-    """The classifier says how likely the next level is; time, not its threshold, decides."""
+    """Stop where another level costs more than its predicted acceptance probability is worth.
 
-    def __init__(self, classified: DiscoPolicy):
-        super().__init__(classified.max_draft_tokens)
-        self.score = classified.score  # type: ignore[method-assign]
+    The classifier estimates the reach of the next level; its threshold is not used.
+    """
+
+    def __init__(self, disco: DiscoPolicy):
+        super().__init__(disco.max_draft_tokens)
+        self.score = disco.score  # type: ignore[method-assign]
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
-        """Whether each row's next token is worth its price; all before it have to be accepted."""
-        draft_seconds = ([1.0, *self._reach[token.row]][-1] for token in newest)
-        pairs = zip(newest, draft_seconds, strict=True)
-        return super().goes_on([replace(one, reach=reach * one.score) for one, reach in pairs])
+        """See `MeasuredPolicy`; the reach is the product of the acceptance probabilities."""
+        tokens = []
+        for token in newest:
+            reach = self._reach[token.row][-1] if self._reach[token.row] else 1.0
+            tokens.append(replace(token, reach=reach * token.score))
+        return super().goes_on(tokens)
 
 
 def make_policy(config: DraftModelConfig, target: PreTrainedModel) -> DiscoPolicy:
-    """The policy that `length_policy="disco"` stands for, from the adapter the config names."""
+    """Return the policy for `length_policy="disco"`, from the adapter that the config names."""
     if config.adapter is None:
         raise OptionError(
-            "length_policy='disco' needs a trained classifier: adapter=<folder or Hub id>, made by "
+            "length_policy='disco' needs a trained classifier: adapter=<folder or Hub id>, from "
             "`hf-spec train disco`"
         )
-    return _policy_of(read_adapter(config.adapter), config, target)
+    return _load_policy(read_adapter(config.adapter), config, target)
 
 
-def _policy_of(
+def _load_policy(
     adapter: SpecAdapter, config: DraftModelConfig, target: PreTrainedModel
 ) -> DiscoPolicy:
     adapter.base.check(target)
     longest, threshold = config.max_draft_tokens, config.acceptance_threshold
     return DiscoPolicy(
-        _stored(adapter, "max_draft_tokens", 1, LONGEST, int) if longest is None else longest,
-        _stored(adapter, "threshold", 0, 1, float, int) if threshold is None else threshold,
+        _calibrated(adapter, "max_draft_tokens", 1, LONGEST, int) if longest is None else longest,
+        _calibrated(adapter, "threshold", 0, 1, float, int) if threshold is None else threshold,
         DiscoClassifier.from_adapter(adapter),
     )
 
 
-def _stored(adapter: SpecAdapter, name: str, low: float, high: float, *kinds: type) -> Any:
+def _calibrated(adapter: SpecAdapter, name: str, low: float, high: float, *kinds: type) -> Any:
     value: Any = adapter.options.get(name)
     if type(value) not in kinds or not low <= value <= high:
         raise AssistantError(
@@ -119,46 +118,48 @@ def _stored(adapter: SpecAdapter, name: str, low: float, high: float, *kinds: ty
 register_policy("disco", make_policy)
 
 
-def _find_parts(
+def _load_parts(
     config: DiscoConfig, target: PreTrainedModel, assistant: object
-) -> tuple[Draft, DiscoPolicy]:
-    """The draft model, and the policy by which the classifier alone ends its drafts."""
+) -> tuple[LoadedDraft, DiscoPolicy]:
+    """Return the draft model, and the policy with the classifier's threshold."""
     if config.adapter is not None:
         return find_draft(METHOD, assistant, target), make_policy(config, target)
-    if isinstance(assistant, Translated):
+    if isinstance(assistant, AssistantWithTokenizers):
         raise AssistantError(
-            "assistant_tokenizer= is for a draft model; name the classifier apart from it: "
+            "assistant_tokenizer= is for a draft model; pass the classifier separately: "
             "spec_strategy=DiscoConfig(adapter=<DISCO adapter>), assistant=<draft model>"
         )
-    adapter = _adapter_of(assistant)
-    policy = _policy_of(adapter, config, target)
-    return Draft(find_draft_model(adapter, target)), policy
+    adapter = _as_adapter(assistant)
+    policy = _load_policy(adapter, config, target)
+    return LoadedDraft(find_draft_model(adapter, target)), policy
 
 
 def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    draft, classified = _find_parts(config, target, assistant)
+    draft, disco = _load_parts(config, target, assistant)
     measures = config.leaves_sizes_open and can_measure(target)
-    policy = MeasuredDiscoPolicy(classified) if measures else classified
+    policy = MeasuredDiscoPolicy(disco) if measures else disco
     chain = draft.drafter(config, policy, target)
-    return measured(chain, policy, target, config, nodes_per_level=1) if measures else chain
+    return adapt_length(chain, policy, target, config, nodes_per_level=1) if measures else chain
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
-    """A tree that ends where the classifier ends a chain."""
-    draft, policy = _find_parts(DiscoConfig(), target, assistant)
+    """Return a drafter of trees that the classifier stops."""
+    draft, policy = _load_parts(DiscoConfig(), target, assistant)
     return draft.drafter(wide_tree(batching), policy, target)
 
 
 @register("disco", _make_drafter, _make_for_auto)
 @dataclass(frozen=True)
 class DiscoConfig(DraftConfig):
-    """Options of a chain that a classifier ends; those of `DraftConfig` with other defaults.
+    """Options of `disco`: those of `DraftConfig` with other defaults.
 
-    `assistant=` is the adapter, which names its draft model; or, where `adapter` is given here, a
-    draft model.
+    `assistant=` is the adapter, which names its draft model; with `adapter=` in the config it is
+    the draft model. With neither `max_draft_tokens` nor `acceptance_threshold`, the cost model
+    replaces the threshold.
 
     Attributes:
-        max_draft_tokens: None is the adapter's calibrated value.
+        max_draft_tokens: SL_max. Default: the adapter's calibrated value.
+        acceptance_threshold: tau. Default: the adapter's calibrated value.
     """
 
     adapter_methods = (METHOD,)
@@ -170,8 +171,8 @@ class DiscoConfig(DraftConfig):
         super().__post_init__()
         if self.length_policy != "disco":
             raise OptionError(
-                f"DiscoConfig(length_policy={self.length_policy!r}): it is 'disco' here; for "
-                "another one use DraftConfig"
+                f"DiscoConfig(length_policy={self.length_policy!r}) is unsupported; use "
+                "DraftConfig for policies other than 'disco'"
             )
 
 
@@ -179,13 +180,17 @@ _from_hub = functools.cache(functools.partial(load_adapter, method=METHOD))
 
 
 def read_adapter(name: str) -> SpecAdapter:
-    """The DISCO adapter in a folder or on the Hub (`AssistantError` if there is none)."""
-    # A folder may be calibrated again between two calls; the Hub is asked once.
+    """Return the DISCO adapter in a folder or on the Hub; raise `AssistantError` if it fails."""
+    # A folder may be recalibrated between two calls, so only Hub adapters are cached.
     return load_adapter(name, METHOD) if Path(name).is_dir() else _from_hub(name)
 
 
 def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft model that an adapter names in its option `draft`, checked against the target."""
+    """Return the draft model that the adapter's option `draft` names.
+
+    Raises:
+        AssistantError: if it names none, or one that does not fit the target.
+    """
     named: Any = adapter.options.get("draft")
     if isinstance(named, dict) and set(named) == {"truncated"}:
         what = f"{adapter.folder or 'the adapter'}: draft"
@@ -202,7 +207,7 @@ def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTraine
     )
 
 
-def _adapter_of(assistant: object) -> SpecAdapter:
+def _as_adapter(assistant: object) -> SpecAdapter:
     if isinstance(assistant, SpecAdapter) and assistant.method == METHOD:
         return assistant
     if not isinstance(assistant, (str, os.PathLike)):

@@ -1,6 +1,6 @@
 """Settings of DISCO classifiers and their training, and the features that they read."""
 
-# Imports neither torch nor transformers, see `hf_spec.common.settings`.
+# Must not import torch or transformers, see `hf_spec.common.settings`.
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight
 from hf_spec.training.description import Training
 
-# Number of probabilities among the features, and the columns of each group of features.
+# Number of probabilities among the features, and the columns of each feature group.
 TOP = 10
 FEATURES = {"top_probs": slice(0, TOP), "entropy": slice(TOP, TOP + 1), "position": slice(-1, None)}
 
 
 @dataclass(frozen=True)
 class DiscoTrainSettings(Settings):
-    """Labels, size and optimization of a DISCO classifier.
+    """Settings of `hf-spec train disco`.
 
     Attributes:
-        labels: agreement of the tokens (hard), or the probability of acceptance (soft).
-        hidden_size: width of the hidden layer.
-        class_weights: weigh accepted tokens so that both classes count the same.
-        validation_share: share of the prompts that are held out, drawn with `seed`.
+        labels: "hard" (draft and target token are equal) or "soft" (acceptance probability).
+        hidden_size: width of the classifier.
+        class_weights: weight accepted tokens so that both classes have the same total weight.
+        validation_share: share of held-out prompts, sampled with `seed`.
         learning_rate, weight_decay: settings of AdamW.
         batch_size: positions per batch.
-        max_epochs: maximum number of passes over the data.
-        patience: epochs without a lower validation loss after which training ends.
-        seed: seed of the split, the first weights and the order of the data.
-        threshold, max_draft_tokens: values in the adapter before it is calibrated.
+        max_epochs: most passes over the data.
+        patience: epochs without a lower validation loss after which training stops.
+        seed: seed of the split, the initial weights and the data order.
+        threshold, max_draft_tokens: values of the adapter until it is calibrated.
     """
 
     labels: Literal["hard", "soft"] = "hard"

@@ -1,16 +1,16 @@
 """Training of DISCO's classifier on the target's own answers (`hf-spec train disco`).
 
-At every position of an answer the draft model predicts one token after the target's own text; the
-token is accepted if it is the target's (Mamou et al. 2024, arXiv 2405.04304, appendix D.1). So the
-data holds no draft that already went wrong. Two kinds of labels:
+At every position of an answer the draft model predicts one token after the target's own text. The
+token is accepted if it equals the target's (Mamou et al. 2024, arXiv 2405.04304, appendix D.1). So
+the data contains no draft that has already gone wrong. There are two kinds of labels:
 
 ========  =====================================================================================
-`hard`    1 where the draft model's first choice is the target's token, else 0
+`hard`    1 if the draft model's most probable token is the target's token, else 0
 `soft`    1 - TV(draft, target): the probability that residual rejection accepts a sampled token
 ========  =====================================================================================
 
-The paper leaves open the optimiser, the weights of the classes and how its labels go together with
-the total variation distance it names; the choices here are in `DiscoTrainSettings`.
+The paper does not specify the optimizer, class weights, or how its labels relate to the total
+variation distance that it mentions; `DiscoTrainSettings` has the choices made here.
 """
 
 from __future__ import annotations
@@ -47,24 +47,26 @@ from hf_spec.training.responses import Response
 from hf_spec.training.run_record import record_start
 from hf_spec.training.trainer import processes, save_trained
 
-# How many distributions of a forward are spread out at once.
-SPREAD_TOKENS = 128
+# Positions whose float32 distributions are computed at once.
+CHUNK_TOKENS = 128
 
 STATIC_LENGTHS = tuple(range(1, 11))
 CONFIDENCE_THRESHOLD = 0.4
 
-# A draft model, what `assistant=` may name, or {"truncated": layers}.
-Draft = PreTrainedModel | str | dict[str, int]
+# A draft model, its name (as for `assistant=`), or {"truncated": layers}.
+DraftSpec = PreTrainedModel | str | dict[str, int]
 
 
 @dataclass(frozen=True)
 class Observed:
-    """The draft model's guess at each of the T tokens of the answer to a prompt.
+    """Draft model predictions at the T positions of one answer.
 
     Attributes:
+        id: prompt id.
+        task: task of the prompt.
         features: (T, 12) float32, see `draft_features`.
-        matched: (T,) bool, whether the most probable draft token is the target's.
-        labels: (T,) float32, what the classifier learns.
+        matched: (T,) bool, True where the most probable draft token is the target's.
+        labels: (T,) float32 labels for training.
     """
 
     id: str
@@ -97,7 +99,7 @@ def run_training(job: TrainingJob) -> TrainingResult:
 
 def train_disco(
     model: PreTrainedModel,
-    draft: Draft,
+    draft: DraftSpec,
     responses: Sequence[Response],
     folder: Path,
     settings: DiscoTrainSettings,
@@ -105,43 +107,49 @@ def train_disco(
 ) -> SpecAdapter:
     """Train a classifier for a target and a draft model, and write its adapter to `folder`.
 
-    It learns from greedy answers of the target, those of some `tasks` alone if these are given. The
-    name of a draft model is written into the adapter, that of a folder as seen from `folder`,
-    beside or inside of which it must lie. What was observed is kept in `folder / "training"`; a run
-    that was interrupted goes on there.
+    Observations are cached in `folder / "training"`, from where an interrupted run resumes.
+
+    Args:
+        model: the target model.
+        draft: the draft model. Its name is stored in the adapter; a folder is stored relative to
+            `folder` and must be beside or inside it.
+        responses: greedy answers of the target.
+        folder: output folder.
+        settings: training settings.
+        tasks: use only the answers of these tasks.
 
     Raises:
-        OptionError: if too few answers are left, or `folder` holds those of another run.
+        OptionError: if there are too few answers, or `folder` contains another run.
         AssistantError: if the draft model cannot be loaded.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    draft_model, named = _named_draft(draft, folder, model)
+    draft_model, draft_name = _load_draft(draft, folder, model)
     chosen = [r for r in responses if r.response and (tasks is None or r.task in tasks)]
     ids = [response.id for response in chosen]
-    learned_ids, held_ids = split_by_seed(ids, settings.validation_share, settings.seed)
+    training_ids, held_out_ids = split_by_seed(ids, settings.validation_share, settings.seed)
     (folder / "training").mkdir(exist_ok=True)
-    # Training takes seconds, so all processes do it; what takes long is computed once.
+    # Training takes seconds, so all processes do it; the slow observation is computed once.
     with processes().main_process_first():
         if processes().is_main_process:
             record_start(folder / "training", asdict(settings), 0, model.device)
         observed = observe(model, draft_model, chosen, folder / "training", settings.labels)
-    learned = [o for o in observed if o.id in learned_ids]
-    held = [o for o in observed if o.id in held_ids]
-    classifier, history = fit(learned, held, settings)
+    training = [o for o in observed if o.id in training_ids]
+    held_out = [o for o in observed if o.id in held_out_ids]
+    classifier, history = fit(training, held_out, settings)
     adapter = classifier.to_adapter(
         BaseModel.of(model),
-        draft=named,
+        draft=draft_name,
         threshold=settings.threshold,
         max_draft_tokens=settings.max_draft_tokens,
         training={
             **asdict(settings),
             "tasks": sorted({r.task for r in chosen}),
-            "prompts": len(learned_ids),
-            "positions": sum(len(o.labels) for o in learned),
+            "prompts": len(training_ids),
+            "positions": sum(len(o.labels) for o in training),
             "validation_loss": history,
         },
-        validation_prompts=sorted(held_ids),
-        validation=evaluate(classifier, held, settings.threshold),
+        validation_prompts=sorted(held_out_ids),
+        validation=evaluate(classifier, held_out, settings.threshold),
     )
     return save_trained(folder, adapter)
 
@@ -153,27 +161,27 @@ def observe(
     folder: Path,
     labels: str,
 ) -> list[Observed]:
-    """What the draft model would have proposed at every position of `responses`.
+    """Return the draft model's predictions at every position of `responses`.
 
-    The target runs only for the `labels` "soft". What `folder` holds already is read.
+    The target runs only if `labels` is "soft". Observations are cached in `folder`.
 
     Raises:
-        OptionError: if `folder` holds what was made of other models, labels or responses.
+        OptionError: if `folder` contains observations of other models, labels or responses.
     """
     facts = {"draft": _digest(draft), "target": _digest(model), "labels": labels}
-    compute = partial(_guesses, model, draft, labels)
+    compute = partial(_predict, model, draft, labels)
     return [
-        Observed(response.id, response.task, **found)
-        for response, found in stored(folder, "observed", responses, facts, compute)
+        Observed(response.id, response.task, **tensors)
+        for response, tensors in stored(folder, "observed", responses, facts, compute)
     ]
 
 
 def fit(
-    learned: Sequence[Observed], held: Sequence[Observed], settings: DiscoTrainSettings
+    training: Sequence[Observed], held_out: Sequence[Observed], settings: DiscoTrainSettings
 ) -> tuple[DiscoClassifier, list[float]]:
-    """Train until the loss on `held` rises; the best epoch, and that loss after every epoch."""
-    features, labels = _together(learned)
-    held_features, held_labels = _together(held)
+    """Train with early stopping; return the best classifier and the held-out loss per epoch."""
+    features, labels = _concatenate(training)
+    held_out_features, held_out_labels = _concatenate(held_out)
     accepted = float(labels.sum())
     balance = (len(labels) - accepted) / max(accepted, 1.0)
     weight = torch.tensor(max(balance, 1e-3) if settings.class_weights else 1.0)
@@ -194,7 +202,7 @@ def fit(
             loss.backward()
             optimizer.step()
         with torch.no_grad():
-            history.append(float(loss_of(classifier(held_features), held_labels)))
+            history.append(float(loss_of(classifier(held_out_features), held_out_labels)))
         if history[-1] == min(history):
             best = copy.deepcopy(classifier.state_dict())
         elif len(history) - history.index(min(history)) > settings.patience:
@@ -207,35 +215,34 @@ def fit(
 def evaluate(
     classifier: DiscoClassifier, observed: Sequence[Observed], threshold: float
 ) -> dict[str, Any]:
-    """Precision, recall and F1 of rules that predict acceptance, on the same positions.
+    """Return precision, recall and F1 of rules that predict acceptance at the same positions.
 
-    An answer falls into the rounds of an ideal drafter, which drafts up to and including its first
-    mismatch: every position belongs to one round, and is the j-th draft token of it. There the
-    static length k predicts "accepted" for j = 0 .. k - 1 and "rejected" from j = k on; the
-    confidence rule "accepted" where the largest draft probability is at least 0.4; the classifier
-    where it gives acceptance at least `threshold`. What came true is the match with the target.
+    An answer is divided into the rounds of an ideal drafter, which drafts up to and including its
+    first mismatch. So every position is the j-th draft token of one round. The static length k
+    predicts acceptance for j < k; the confidence rule if the largest draft probability is at least
+    0.4; the classifier if its prediction is at least `threshold`. The truth is `Observed.matched`.
 
     Returns:
-        Rule ("disco", "confidence", "static 1", ...) -> class ("accepted", "rejected") -> figures;
-        and the share of accepted positions.
+        "acceptance": the share of accepted positions; "rules": rule ("disco", "confidence",
+        "static 1", ...) -> class ("accepted", "rejected") -> metrics.
     """
-    features, _ = _together(observed)
+    features, _ = _concatenate(observed)
     matched = torch.cat([o.matched for o in observed])
     places = torch.cat([round_places(o.matched) for o in observed])
-    predicted = {
+    predictions = {
         "disco": classifier(features).sigmoid() >= threshold,
         "confidence": features[:, 0] >= CONFIDENCE_THRESHOLD,
         **{f"static {length}": places < length for length in STATIC_LENGTHS},
     }
     rules = {
-        name: {"accepted": _figures(said, matched), "rejected": _figures(~said, ~matched)}
-        for name, said in predicted.items()
+        name: {"accepted": _metrics(positive, matched), "rejected": _metrics(~positive, ~matched)}
+        for name, positive in predictions.items()
     }
     return {"acceptance": float(matched.float().mean()), "rules": rules}
 
 
 def round_places(matched: Tensor) -> Tensor:
-    """(T,) int64: which draft token of its ideal round a position is, 0 after every mismatch."""
+    """Return, as (T,) int64, the index of each position in its ideal round: 0 after a mismatch."""
     places, place = [], 0
     for match in matched.tolist():
         places.append(place)
@@ -243,37 +250,40 @@ def round_places(matched: Tensor) -> Tensor:
     return torch.tensor(places, dtype=torch.long)
 
 
-def _figures(predicted: Tensor, came_true: Tensor) -> dict[str, float]:
-    right = int((predicted & came_true).sum())
-    said, true = int(predicted.sum()), int(came_true.sum())
+def _metrics(predicted: Tensor, actual: Tensor) -> dict[str, float]:
+    hits = int((predicted & actual).sum())
+    num_predicted, num_actual = int(predicted.sum()), int(actual.sum())
+    total = num_predicted + num_actual
     return {
-        "precision": right / said if said else 0.0,
-        "recall": right / true if true else 0.0,
-        "f1": 2 * right / (said + true) if said + true else 0.0,
+        "precision": hits / num_predicted if num_predicted else 0.0,
+        "recall": hits / num_actual if num_actual else 0.0,
+        "f1": 2 * hits / total if total else 0.0,
     }
 
 
-def _together(observed: Sequence[Observed]) -> tuple[Tensor, Tensor]:
+def _concatenate(observed: Sequence[Observed]) -> tuple[Tensor, Tensor]:
+    """Return features and labels of all positions."""
     return torch.cat([o.features for o in observed]), torch.cat([o.labels for o in observed])
 
 
-def _guesses(
+def _predict(
     model: PreTrainedModel, draft: PreTrainedModel, labels: str, shard: Sequence[Response]
 ) -> dict[str, Tensor]:
+    """Return the tensors of `Observed` for all positions of a shard."""
     parts: dict[str, list[Tensor]] = defaultdict(list)
     for batch in answer_batches(shard):
         draft_logits = answer_logits(draft, batch, num_embeddings(model))
         target_logits = answer_logits(model, batch) if labels == "soft" else draft_logits
-        chosen = torch.tensor([token for one in batch for token in one.response])
-        places = torch.tensor([place for one in batch for place in range(len(one.response))])
-        columns = (draft_logits, target_logits, chosen, places)
-        spread = (column.split(SPREAD_TOKENS) for column in columns)
-        for drafted, wanted, tokens, at in zip(*spread, strict=True):
-            probs = drafted.float().softmax(dim=-1)
+        answer = torch.tensor([token for response in batch for token in response.response])
+        positions = torch.tensor([n for response in batch for n in range(len(response.response))])
+        columns = (draft_logits, target_logits, answer, positions)
+        chunks = zip(*(column.split(CHUNK_TOKENS) for column in columns), strict=True)
+        for draft_chunk, target_chunk, tokens, at in chunks:
+            probs = draft_chunk.float().softmax(dim=-1)
             matched = probs.argmax(dim=-1) == tokens.to(probs.device)
             label = matched.float()
             if labels == "soft":
-                target = wanted.to(probs.device).float().softmax(dim=-1)
+                target = target_chunk.to(probs.device).float().softmax(dim=-1)
                 # 1 - TV is the mass that both distributions share.
                 label = torch.minimum(probs, target).sum(dim=-1)
             parts["features"].append(draft_features(probs, at.to(probs.device)).cpu())
@@ -282,26 +292,26 @@ def _guesses(
     return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 
-def _named_draft(
-    draft: Draft, folder: Path, target: PreTrainedModel
+def _load_draft(
+    draft: DraftSpec, folder: Path, target: PreTrainedModel
 ) -> tuple[PreTrainedModel, str | dict[str, int] | None]:
-    """The draft model, and what the adapter says of it."""
+    """Return the draft model and its name in the adapter."""
     if isinstance(draft, PreTrainedModel):
         return resolve_draft_model(METHOD, draft, target), None
-    named: str | dict[str, int] = draft
+    name: str | dict[str, int] = draft
     if (count := named_layers(draft)) is not None:
-        named = {"truncated": count}
+        name = {"truncated": count}
     elif isinstance(draft, str) and Path(draft).is_dir():
-        named = os.path.relpath(draft, folder)
-    unfinished = SpecAdapter(METHOD, BaseModel.of(target), {"draft": named}, {}, folder)
-    return find_draft_model(unfinished, target), named
+        name = os.path.relpath(draft, folder)
+    unfinished = SpecAdapter(METHOD, BaseModel.of(target), {"draft": name}, {}, folder)
+    return find_draft_model(unfinished, target), name
 
 
 def _digest(model: PreTrainedModel) -> str:
-    """A few weights of every parameter; tells models apart that share most of them."""
+    """Return a hash over a few weights of every parameter."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
-        some = flat[:: max(1, len(flat) // 8)].float().tolist()
-        digest.update(json.dumps([name, some]).encode())
+        sample = flat[:: max(1, len(flat) // 8)].float().tolist()
+        digest.update(json.dumps([name, sample]).encode())
     return digest.hexdigest()

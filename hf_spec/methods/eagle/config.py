@@ -15,8 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError, choices
-from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
+from hf_spec.drafting.level_drafter import BeamConfig
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.eagle.head import FAMILIES, STRATEGY, EagleHead
 from hf_spec.methods.eagle.spec import EMBEDDINGS, ConfigOverrides

@@ -22,7 +22,11 @@ from transformers import PreTrainedModel
 from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
-from hf_spec.drafting.cost_model.cost_model_drafter import measured, resolve, selects_nodes_by_cost
+from hf_spec.drafting.cost_model.cost_model_drafter import (
+    adapt_length,
+    resolve_config,
+    selects_nodes_by_cost,
+)
 from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import LevelConfig
 from hf_spec.drafting.rank_tree import RankTree, checked_tree
@@ -44,7 +48,7 @@ def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> D
     check_packed(target)
     head = resolve_falcon_head(assistant, target)
     by_cost = selects_nodes_by_cost(config, target)
-    config = resolve(config, target)
+    config = resolve_config(config, target)
     tree = choose_tree(config.tree, config.max_draft_tokens, head)
     if config.max_draft_tokens is None and config.length_policy != "disco":
         config = replace(config, max_draft_tokens=tree.height)
@@ -54,7 +58,7 @@ def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> D
     if config.length_policy == MEASURED or by_cost:
         drafter = FalconDrafter(head, tree, policy, config.min_draft_tokens)
         config = replace(config, max_nodes=max_nodes or len(tree))
-        return measured(drafter, policy, target, config, NODES_PER_LEVEL)
+        return adapt_length(drafter, policy, target, config, NODES_PER_LEVEL)
     return FalconDrafter(head, tree, policy, config.min_draft_tokens, most_sent)
 
 

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.drafting.level_drafter import LevelDrafter
+from hf_spec.drafting.level_drafter import BeamConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState

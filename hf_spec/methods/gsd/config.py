@@ -1,11 +1,4 @@
-"""Graph-structured drafting: a drafted tree whose repeated runs of tokens are drafted once (GSD).
-
-The drafter of `draft` and `tree` with merging on. The graph is unmerged into the most probable
-paths before the target sees it, so an accepted path may run through a merge edge; the draft model
-then recomputes its keys and values after the first merged node only (Gong et al. 2024, arXiv
-2407.16207, sections 3 and 4). When the target samples, node draw is exact here. The paper's own
-sampling rule changes the distribution; it is there as `GsdConfig(lossy=True)`.
-"""
+"""Config of `gsd`; for the method see `hf_spec.methods.gsd`."""
 
 from __future__ import annotations
 
@@ -22,24 +15,23 @@ from hf_spec.methods.registry import register
 @register("gsd", make_drafter)
 @dataclass(frozen=True)
 class GsdConfig(TreeConfig):
-    """Options of a drafted graph; those of `TreeConfig` with other defaults, and three more.
+    """Options of `gsd`: those of `TreeConfig` with other defaults, and three more.
 
-    The paper's for its largest target are ten levels, four children, the two thresholds and
-    `merge_length`; its code sends about 100 nodes, which pays on a GPU (`max_nodes=100`).
+    The paper uses ten levels, four children, and the two thresholds and `merge_length` below for
+    its largest target. Its code sends about 100 nodes, which pays on a GPU (`max_nodes=100`).
 
     Attributes:
         max_draft_tokens: most levels drafted; paths over merge edges may be longer.
-        expanded_per_level: more than a level can have, as in the paper: every node that is not a
-            leaf by `min_probability` is expanded. A leaf that a likely token is merged into is one
-            no longer.
-        min_sibling_ratio: as in `TreeConfig`; children far below their best sibling are dropped,
-            as in the released code, where the paper's formula would keep them as leaves.
-        merge_length: tokens before a node that must agree for a merge, 0 to merge equal tokens
-            wherever they stand, None to merge nothing. The paper's Table 5 calls it tau; counted as
-            in its text, tau is one more.
-        max_draft_nodes: most nodes drafted in a round; growth stops there.
-        lossy: when sampling, accept as the paper does (`IndependentAcceptance`). That changes the
-            distribution of the output; greedy decoding stays exact.
+        expanded_per_level: as in the paper larger than any level, so every node that
+            `min_probability` does not make a leaf is expanded. Merging a probable token into a leaf
+            makes it expandable again.
+        min_sibling_ratio: children below this share of their best sibling are dropped, as in the
+            released code; the formula in the paper keeps them as leaves.
+        merge_length: r, the number of tokens before a node that must agree for a merge; 0 merges
+            equal tokens anywhere, None merges nothing.
+        max_draft_nodes: most nodes drafted in a round.
+        lossy: when sampling, accept as in the paper (`IndependentAcceptance`), which changes the
+            output distribution. Greedy decoding stays exact.
     """
 
     usual = MappingProxyType({"max_draft_tokens": 10, "max_nodes": 15})
@@ -60,11 +52,11 @@ class GsdConfig(TreeConfig):
         self.check_flags("lossy")
         if self.sample_drafts:
             raise OptionError(
-                "GsdConfig(sample_drafts=True): merged nodes are drafts of several paths at once, "
-                "which a random draft cannot be; leave it False (sampling stays exact)"
+                "GsdConfig(sample_drafts=True) is unsupported, because a merged node belongs to "
+                "several paths but has one sample; leave it False (sampling stays exact)"
             )
 
     @property
     def sampling_rule(self) -> type[Verifier] | None:
-        """The paper's where `lossy` asks for it."""
+        """The paper's rule if `lossy`, else None for the exact one."""
         return IndependentAcceptance if self.lossy else None

@@ -1,14 +1,13 @@
-"""Earlier answers, and what followed in them where the text ended as it does now.
+"""Store of earlier answers, and drafts of what followed in them (SuffixDecoding).
 
-Of all places in a text that end in the same tokens as the current one, each says what may come
-next; what several say counts accordingly. The shares along a path make a probability. Drafts grow
-from the likeliest node to the next, as many as the match is long, and of all lengths of match the
-one whose draft is expected to bring the most tokens is taken (SuffixDecoding: Oliaro et al. 2024,
-arXiv 2411.04975, section 3).
+Every stored position whose preceding tokens equal the end of the current text votes for its next
+token. The share of votes is the probability of a node after its parent. Drafts grow by the most
+probable node, up to a size proportional to the match length; of all match lengths, the draft with
+the most expected accepted tokens is used (Oliaro et al. 2024, arXiv 2411.04975, section 3).
 
-A suffix tree would hold the same counts and take hundreds of bytes for a token of text. Scanning
-65,536 tokens for the places takes some ten microseconds, a token four bytes, and the oldest answers
-leave by cutting them off.
+The paper stores a suffix tree, which takes hundreds of bytes per token. This store is a flat array
+of 4 bytes per token: scanning 65,536 tokens takes about ten microseconds, and old answers are
+removed by slicing.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ import numpy as np
 
 from hf_spec.common.errors import OptionError
 
-# Longest match, and what is kept of a prompt in front of its answer.
+# Longest match, and number of prompt tokens that are stored in front of an answer.
 LONGEST_MATCH = 64
-# Nodes of a draft per token of the match, and the probability below which none is proposed: alpha
-# and what the released code calls min_token_prob.
+# The paper's alpha (nodes of a draft per matched token), and the smallest path probability of a
+# node, min_token_prob in the released code.
 NODES_PER_TOKEN = 1.0
 MIN_PROBABILITY = 0.1
-# What answers stored one after the other are held apart by; equal to no token.
-BETWEEN = -1
+# Separator after each stored answer; not a token id.
+SEPARATOR = -1
 
 MAX_TOKENS = 65_536
 
@@ -41,14 +40,14 @@ Tokens = np.ndarray[Any, np.dtype[np.int32]]
 class LookupStore:
     """Answers of earlier calls, from which `lookup` and `auto` copy.
 
-    Any number of calls may use one at the same time, of any models that share a tokenizer. One that
-    is full forgets the oldest.
+    Any number of concurrent calls may use it, with any models that share a tokenizer. When it is
+    full, the oldest answers are removed.
 
     Args:
-        max_tokens: how many tokens it holds, four bytes each.
+        max_tokens: capacity in tokens, four bytes each.
 
     Raises:
-        OptionError: if that is no whole number of at least 1.
+        OptionError: if `max_tokens` is not an integer of at least 1.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS):
@@ -63,43 +62,50 @@ class LookupStore:
         return len(self.text)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all answers."""
         with self._lock:
-            # Never changed in place: readers need no lock.
+            # Never modified in place, so readers need no lock.
             self.text: Tokens = np.zeros(0, dtype=np.int32)
             self._lengths: deque[int] = deque()
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Store an answer, of which the end is kept if it is longer than the store."""
-        kept = [*tokens[-(self.max_tokens - 1) :], BETWEEN] if self.max_tokens > 1 else []
-        if len(kept) < 2:
+        """Store an answer; if it is longer than the store, only its end."""
+        entry = [*tokens[-(self.max_tokens - 1) :], SEPARATOR] if self.max_tokens > 1 else []
+        if len(entry) < 2:
             return
         with self._lock:
-            self._lengths.append(len(kept))
-            surplus = len(self.text) + len(kept) - self.max_tokens
+            self._lengths.append(len(entry))
+            surplus = len(self.text) + len(entry) - self.max_tokens
             first = 0
             while first < surplus:
                 first += self._lengths.popleft()
-            self.text = np.concatenate([self.text[first:], np.asarray(kept, dtype=np.int32)])
+            self.text = np.concatenate([self.text[first:], np.asarray(entry, dtype=np.int32)])
 
     def serve(self, vocab_size: int) -> None:
-        """Refuse, by its size, a vocabulary other than that of what is stored (`OptionError`)."""
+        """Use the store for a vocabulary of this size.
+
+        Raises:
+            OptionError: if it holds answers in a vocabulary of another size.
+        """
         with self._lock:
             if self._vocab_size is None or not len(self.text):
                 self._vocab_size = vocab_size
             if self._vocab_size != vocab_size:
                 raise OptionError(
                     f"the LookupStore holds answers in a vocabulary of {self._vocab_size} tokens, "
-                    f"the model's has {vocab_size}; use a store per tokenizer, or clear() it"
+                    f"but the model has {vocab_size}; use one store per tokenizer, or clear() it"
                 )
 
 
 @dataclass(frozen=True)
-class Suggestion:
-    """A draft: `tokens`, `parents` and `probs` as of a `DraftTree`, but without the root.
+class StoredDraft:
+    """Draft from the store, without the root.
 
-    Parents are counted with the root as 0; each probability is that of the token after its parent.
-    `score` is how many of the tokens are expected to be right.
+    Attributes:
+        tokens: token ids of the nodes.
+        parents: index of each node's parent, where 0 is the root and node i has index i + 1.
+        probs: probability of each node after its parent.
+        score: expected number of accepted tokens.
     """
 
     tokens: list[int]
@@ -108,67 +114,69 @@ class Suggestion:
     score: float = 0.0
 
 
-NOTHING = Suggestion([], [], [])
-
-
-def suggest(
+def find_draft(
     text: Tokens, last: Sequence[int], max_nodes: int, max_depth: int, min_match: int = 1
-) -> Suggestion:
-    """The best draft of what followed in `text`, whose newest tokens are `last`.
+) -> StoredDraft:
+    """Return the draft with the highest score over all match lengths; empty without a match.
 
-    `text` ends with `BETWEEN`. At most `max_nodes` nodes and `max_depth` levels.
+    Args:
+        text: the stored tokens, ending with `SEPARATOR`.
+        last: the last tokens of the sequence.
+        max_nodes: most nodes of the draft.
+        max_depth: most levels of the draft.
+        min_match: shortest match.
     """
-    best = NOTHING
-    # Every place after which something follows.
-    ends = np.flatnonzero(text[:-1] == last[-1]) + 1
-    ends = ends[text[ends] != BETWEEN]
+    best = StoredDraft([], [], [])
+    # Positions after a match, at which another token is stored.
+    positions = np.flatnonzero(text[:-1] == last[-1]) + 1
+    positions = positions[text[positions] != SEPARATOR]
     for length in range(1, LONGEST_MATCH + 1):
-        if not len(ends):
+        if not len(positions):
             break
-        longer = ends[:0]
+        longer = positions[:0]
         if length < min(len(last), LONGEST_MATCH):
-            # In front of the text there is its end, BETWEEN.
-            longer = ends[text[ends - length - 1] == last[-length - 1]]
-        # A longer match at the same places says the same and may say more of it.
-        if length >= min_match and len(longer) < len(ends):
-            room = min(max_nodes, int(NODES_PER_TOKEN * length))
-            found = _grow(text, ends, room, max_depth)
-            best = max(best, found, key=_score)
-        ends = longer
+            # Index -1 is the last separator, which matches no token.
+            longer = positions[text[positions - length - 1] == last[-length - 1]]
+        # If every position also has the longer match, the longer match allows a larger draft.
+        if length >= min_match and len(longer) < len(positions):
+            size = min(max_nodes, int(NODES_PER_TOKEN * length))
+            draft = _grow(text, positions, size, max_depth)
+            best = max(best, draft, key=_score)
+        positions = longer
     return best
 
 
-def _score(suggestion: Suggestion) -> float:
-    return suggestion.score
+def _score(draft: StoredDraft) -> float:
+    return draft.score
 
 
-def _grow(text: Tokens, ends: Any, max_nodes: int, max_depth: int) -> Suggestion:
-    """The likeliest nodes after the places `ends`, parents first."""
+def _grow(text: Tokens, positions: Any, max_nodes: int, max_depth: int) -> StoredDraft:
+    """Return the most probable nodes of the continuations at `positions`, parents first."""
     tokens: list[int] = []
     parents: list[int] = []
     probs: list[float] = []
     score = 0.0
-    # (-reach, order, probability, token, parent, depth, places that go on like this)
-    waiting: list[tuple[float, int, float, int, int, int, Any]] = []
+    # Heap of (-reach, order, probability, token, parent, depth, positions after the token).
+    candidates: list[tuple[float, int, float, int, int, int, Any]] = []
     order = 0
-    node, depth, reach, places = 0, 0, 1.0, ends
+    node, depth, reach = 0, 0, 1.0
     while len(tokens) < max_nodes:
         if depth < max_depth:
-            following = text[places]
+            following = text[positions]
             for token, count in Counter(following.tolist()).most_common():
-                share = count / len(places)
-                if token != BETWEEN and reach * share >= MIN_PROBABILITY:
+                share = count / len(positions)
+                if token != SEPARATOR and reach * share >= MIN_PROBABILITY:
                     order += 1
-                    on = places[following == token] + 1
-                    entry = (-reach * share, order, share, token, node, depth + 1, on)
-                    heapq.heappush(waiting, entry)
-        if not waiting:
+                    after = positions[following == token] + 1
+                    entry = (-reach * share, order, share, token, node, depth + 1, after)
+                    heapq.heappush(candidates, entry)
+        if not candidates:
             break
-        below, _, share, token, parent, depth, places = heapq.heappop(waiting)
-        reach = -below
+        negative_reach, _, share, token, parent, depth, positions = heapq.heappop(candidates)
+        reach = -negative_reach
         tokens.append(token)
         parents.append(parent)
         probs.append(share)
         score += reach
         node = len(tokens)
-    return Suggestion(tokens, parents, probs, score)
+    return StoredDraft(tokens, parents, probs, score)

@@ -15,7 +15,11 @@ from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
-from hf_spec.drafting.cost_model.cost_model_drafter import measured, resolve, selects_nodes_by_cost
+from hf_spec.drafting.cost_model.cost_model_drafter import (
+    adapt_length,
+    resolve_config,
+    selects_nodes_by_cost,
+)
 from hf_spec.drafting.length_policy import MEASURED, make_policy
 from hf_spec.drafting.one_pass_drafter import ProposalDrafter, ProposalHead, ProposalRunner
 from hf_spec.drafting.rank_tree import RankTree
@@ -86,7 +90,7 @@ def make_proposal_drafter(
     selects_by_cost = selects_nodes_by_cost(config, target)
     if config.tree is not None and not isinstance(config.max_nodes, int):
         config = replace(config, max_nodes=len(config.tree))
-    config = resolve(config, target)
+    config = resolve_config(config, target)
     if config.max_draft_tokens is None and config.length_policy != "disco":
         config = replace(config, max_draft_tokens=depth or head.num_levels)
     policy = make_policy(config, target)
@@ -94,7 +98,7 @@ def make_proposal_drafter(
     if config.length_policy != MEASURED and not selects_by_cost:
         return drafter
     width = min(config.shape.children, NODES_PER_LEVEL)
-    return measured(drafter, policy, target, config, width)
+    return adapt_length(drafter, policy, target, config, width)
 
 
 def _make(config: HeadsConfig, target: PreTrainedModel, assistant: object) -> Drafter:

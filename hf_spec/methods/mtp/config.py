@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from transformers import PreTrainedModel
 
-from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
+from hf_spec.drafting.level_drafter import BeamConfig
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.loading import resolve_inside, resolve_published

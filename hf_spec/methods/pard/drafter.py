@@ -1,13 +1,4 @@
-"""PARD: a draft model that was trained to predict several tokens in one pass, after mask tokens.
-
-Its config names the mask token, `pard_token`. A draft is one forward: what is committed and new,
-the root, and masks after it, each of which predicts the token of its own place (An et al. 2025,
-arXiv 2504.18583). What a mask leaves in the keys and values is not what a token leaves, so none of
-it stays, and drafts that were accepted are fed again as the tokens they are.
-
-The places are predicted at once, each without knowing the tokens before it. A chain has the best
-token of every place. A tree has several, and sends the likeliest paths, at no further forward.
-"""
+"""Config and drafter of `pard`; for the method see `hf_spec.methods.pard`."""
 
 from __future__ import annotations
 
@@ -50,26 +41,26 @@ def _make(config: PardConfig, target: PreTrainedModel, assistant: object) -> Dra
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
-    # Which nodes are worth sending is decided there.
-    whole = PardConfig(
+    # A wide tree: the cost model of `auto` chooses the nodes to send.
+    wide = PardConfig(
         max_draft_tokens=8, max_nodes=24, children=3, sample_drafts=False, batching=batching
     )
-    return _make(whole, target, assistant)
+    return _make(wide, target, assistant)
 
 
 @register(STRATEGY, _make, _make_for_auto)
 @dataclass(frozen=True)
 class PardConfig(DraftModelConfig):
-    """Options of drafts after mask tokens.
+    """Options of `pard`.
 
     Attributes:
-        max_draft_tokens: as many places are predicted in a pass; the published models are run
-            with 8 to 12.
-        sample_drafts: draw a chain at random when the target samples; a tree always has the
-            likeliest tokens.
-        children: tokens per place; 1 is a chain.
-        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first; "auto",
-            of a tree as many as are worth their time; None is 32.
+        max_draft_tokens: K, the number of positions predicted in one forward pass. The published
+            models are used with 8 to 12.
+        sample_drafts: sample a chain when the target samples. A tree always has the most probable
+            tokens.
+        children: tokens per position; 1 is a chain.
+        max_nodes: most nodes sent to the target, root excluded, in order of path probability;
+            "auto" lets the cost model choose the nodes of a tree; None is 32.
     """
 
     sizes = ("max_draft_tokens", "max_nodes")
@@ -81,7 +72,7 @@ class PardConfig(DraftModelConfig):
 
     @property
     def draws(self) -> bool:
-        """Chains, if that is said."""
+        """True if drafts are sampled when the target samples."""
         return self.sample_drafts and self.children == 1
 
     def __post_init__(self) -> None:
@@ -90,7 +81,11 @@ class PardConfig(DraftModelConfig):
 
 
 def mask_token(model: PreTrainedModel) -> int:
-    """The token that stands for a place to predict, from the config of a PARD model."""
+    """Return the mask token id from the config of a PARD model.
+
+    Raises:
+        AssistantError: if the config has none, or not a token of the model.
+    """
     config: Any = model.config.get_text_config()
     token, size = getattr(config, "pard_token", None), num_embeddings(model)
     if token is None:
@@ -100,8 +95,8 @@ def mask_token(model: PreTrainedModel) -> int:
         )
     if type(token) is not int or not 0 <= token < size:
         raise AssistantError(
-            f"the assistant's config says pard_token={token!r}, and its tokens go from 0 to "
-            f"{size - 1}; correct it in config.json"
+            f"the assistant's config has pard_token={token!r}, but its token ids are 0 to "
+            f"{size - 1}; correct config.json"
         )
     return token
 
@@ -114,20 +109,28 @@ register_family(PublishedFamily(FAMILY, STRATEGY, _build))
 
 
 @dataclass(frozen=True)
-class _Places:
-    """What was predicted for one row: per place tokens, their probabilities and the policy's score.
+class _Predictions:
+    """Predictions for the draft positions of one row.
 
-    `probs` are the (places, V) distributions that these come from.
+    Attributes:
+        tokens: candidate tokens per position, most probable first.
+        token_probs: their probabilities.
+        scores: score of the length policy per position.
+        probs: (positions, V) distributions.
     """
 
     tokens: list[list[int]]
-    chances: list[list[float]]
+    token_probs: list[list[float]]
     scores: list[float]
     probs: Tensor
 
 
+# For rows that draft nothing.
+_NO_PREDICTIONS = _Predictions([], [], [], torch.empty(0))
+
+
 class PardDrafter(DraftModelDrafter):
-    """Predicts all places of a draft in one forward of a PARD model over all rows.
+    """Predicts all draft tokens of all rows in one forward pass of a PARD model.
 
     Attributes:
         counters: "draft_nodes", all of them sent; "rounds", one per row and draft.
@@ -144,43 +147,48 @@ class PardDrafter(DraftModelDrafter):
         self.mask_token = mask_token(model)
 
     def num_forwards(self, depth: int) -> int:
-        """One, however deep."""
+        """Return 1 for a draft of any depth."""
         return min(depth, 1)
 
     def start(self, state: GenerationState) -> None:
-        """As for other draft models; a tree is never drawn at random."""
+        """See `DraftModelDrafter`; a tree is never sampled."""
         super().start(state)
         self.samples = self.samples and self.shape.children == 1
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """One chain or tree per unfinished row, in one forward over all rows."""
+        """Return one chain or tree per unfinished row, from one forward pass over all rows."""
         depths = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
         predicted = self._predict(state, {row: n for row, n in depths.items() if n > 0})
-        self._shorten(state, depths, predicted)
-        drafts, chances, distributions = {}, [], []
+        self._apply_policy(state, depths, predicted)
+        drafts, node_probs, distributions = {}, [], []
         self.graphs = {}
         for row, depth in depths.items():
-            places = predicted.get(row, NO_PLACES)
+            row_predictions = predicted.get(row, _NO_PREDICTIONS)
             self.graphs[row] = graph = place_graph(
-                state.tokens[row][-1], places.tokens, places.chances, state.stop.ends_sequence
+                state.tokens[row][-1],
+                row_predictions.tokens,
+                row_predictions.token_probs,
+                state.stop.ends_sequence,
             )
             sent = graph.unmerge(self.shape.max_nodes, max(depth, 0))
             drafts[row] = sent.tokens, sent.parents
-            chances += sent.probs
-            # The last node of a chain has no child that was drawn.
-            distributions += [*places.probs[: len(sent.tokens) - 1], None]
+            node_probs += sent.probs
+            # The last node of a chain has no sampled child.
+            distributions += [*row_predictions.probs[: len(sent.tokens) - 1], None]
             self.counters["rounds"] += 1
             self.counters["draft_nodes"] += len(sent.tokens) - 1
-        probs = stacked(distributions) if self.samples else None
-        return DraftTree.from_drafts(drafts, state.num_rows, probs, chances)
+        draft_probs = stacked(distributions) if self.samples else None
+        return DraftTree.from_drafts(drafts, state.num_rows, draft_probs, node_probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Tell the policy. Nothing of the draft is stored, so nothing is kept."""
+        """Update the policy; no keys and values of the draft are stored."""
         self.policy.observe_all(verdict)
 
-    def _predict(self, state: GenerationState, depths: Mapping[int, int]) -> dict[int, _Places]:
-        """Per row its places; one forward and one transfer."""
+    def _predict(
+        self, state: GenerationState, depths: Mapping[int, int]
+    ) -> dict[int, _Predictions]:
+        """Return the predictions of each row, with one forward pass and one transfer."""
         if not depths:
             return {}
         drafts = {
@@ -189,51 +197,59 @@ class PardDrafter(DraftModelDrafter):
         }
         tree = DraftTree.from_drafts(drafts, state.num_rows)
         output = self._runner.forward(tree, state.tokens)
-        # The root's keys and values are a token's, those after it masks'.
+        # Keep the root's keys and values and drop those of the masks.
         self._runner.keep([()] * state.num_rows)
-        owners = [(row, place) for row, depth in depths.items() for place in range(depth)]
-        probs, parts = self._lists(state, owners, output)
+        owners = [(row, index) for row, depth in depths.items() for index in range(depth)]
+        probs, (tokens, token_probs, scores) = self._candidates(state, owners, output)
         predicted, end = {}, 0
         for row, depth in depths.items():
             start, end = end, end + depth
-            mine = [part[start:end] for part in parts]
-            predicted[row] = _Places(mine[0], mine[1], mine[2], probs[start:end])
+            predicted[row] = _Predictions(
+                tokens[start:end], token_probs[start:end], scores[start:end], probs[start:end]
+            )
         return predicted
 
-    def _lists(
+    def _candidates(
         self, state: GenerationState, owners: Sequence[tuple[int, int]], output: ForwardOutput
-    ) -> tuple[Tensor, list[Any]]:
-        """(places, V) distributions; tokens, their probabilities and the scores as lists."""
+    ) -> tuple[Tensor, Sequence[Any]]:
+        """Return the (N, V) distributions of N positions, and lists with the candidates of each.
+
+        `owners` are (row, index of the draft token). The lists are the tokens, their probabilities
+        and the policy's score.
+        """
         rows, prefixes = [row for row, _ in owners], None
-        # The tokens between are not known yet: the text so far stands in for a place's prefix.
+        # The draft tokens in between are unknown, so processors see only the committed text.
         if self.processors.reads_prefix:
             prefixes = state.prefixes(rows, [()] * len(rows))
         logits = output.logits.to(state.device, torch.float32)
         probs = distribution(self.processors(rows, prefixes, logits))
         if self.samples:
             tokens = draw(probs)
-            likely = probs.gather(-1, tokens)
+            token_probs = probs.gather(-1, tokens)
         else:
-            likely, tokens = probs.topk(min(self.shape.children, probs.shape[-1]), dim=-1)
-        scored = self.policy.score(probs, [state.generated[row] + n for row, n in owners])
-        found = fetch_all([tokens, likely, *([] if scored is None else [scored])])
-        return probs, found if len(found) > 2 else [*found, [0.0] * len(rows)]
+            token_probs, tokens = probs.topk(min(self.shape.children, probs.shape[-1]), dim=-1)
+        scores = self.policy.score(probs, [state.generated[row] + n for row, n in owners])
+        if scores is None:
+            return probs, [*fetch_all([tokens, token_probs]), [0.0] * len(rows)]
+        return probs, fetch_all([tokens, token_probs, scores])
 
-    def _shorten(
-        self, state: GenerationState, depths: dict[int, int], predicted: Mapping[int, _Places]
+    def _apply_policy(
+        self, state: GenerationState, depths: dict[int, int], predicted: Mapping[int, _Predictions]
     ) -> None:
-        """Lower the depth of rows whose policy stops, asked about one place after the other."""
+        """Reduce the depth of rows whose policy stops; it decides position by position."""
         reach = dict.fromkeys(predicted, 1.0)
         level, growing = 0, list(predicted)
         while growing := [row for row in growing if level + 1 < depths[row]]:
             newest = []
             for row in growing:
-                places = predicted[row]
-                reach[row] *= min(1.0, sum(places.chances[level]))
-                token, chance = places.tokens[level][0], places.chances[level][0]
-                position = state.generated[row] + level
+                tokens, token_probs = (
+                    predicted[row].tokens[level],
+                    predicted[row].token_probs[level],
+                )
+                reach[row] *= min(1.0, sum(token_probs))
+                position, score = state.generated[row] + level, predicted[row].scores[level]
                 newest.append(
-                    DraftedToken(row, token, position, chance, places.scores[level], reach[row])
+                    DraftedToken(row, tokens[0], position, token_probs[0], score, reach[row])
                 )
             level += 1
             if level < self.config.min_draft_tokens:
@@ -241,7 +257,3 @@ class PardDrafter(DraftModelDrafter):
             for row, goes_on in zip(growing, self.policy.goes_on(newest), strict=True):
                 if not goes_on:
                     depths[row] = level
-
-
-# Of a row that drafts nothing.
-NO_PLACES = _Places([], [], [], torch.empty(0))

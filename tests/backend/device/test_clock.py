@@ -125,13 +125,13 @@ def test_drafts_and_forwards_have_their_own_time(monkeypatch: pytest.MonkeyPatch
 @torch.no_grad()
 def test_a_measured_draft_is_charged_for_what_it_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     learned: list[tuple[float, float, dict[str, tuple[int, float]]]] = []
-    monkeypatch.setattr(measured, "known_times", lambda *_: RoundTimes())
+    monkeypatch.setattr(measured, "cached_times", lambda *_: RoundTimes())
     monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: learned.append(times))
     with pretended(monkeypatch) as gpu:
         config = DraftConfig(max_draft_tokens=2)
         inner = Hasty(config, on_gpu(tiny_models.draft_model("llama")), LengthPolicy(2))
         model = on_gpu(tiny_models.build("llama"))
-        drafter = measured.measured(inner, inner.policy, model, config, 1)
+        drafter = measured.adapt_length(inner, inner.policy, model, config, 1)
         assert isinstance(drafter, AdaptiveLengthDrafter)
         target = ModelRunner(model, 1)
         state = begun(gpu, 12)

@@ -1,4 +1,4 @@
-"""What proposals are worth, what is learned from verdicts, and how trees become one."""
+"""Acceptance rates, reach of draft nodes, and merging of drafts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hf_spec.drafting.cost_model.acceptance_stats import (
-    EXPECTATION_WEIGHT,
-    LEVEL_EXPECTATION,
+    LEVEL_PRIOR,
+    PRIOR_WEIGHT,
+    RETENTION,
     AcceptanceStats,
     DecayedRates,
     DraftSource,
@@ -31,7 +32,7 @@ PARENTS = [-1, 0, 0, 1, 1, 3]
 
 
 class Fixed(Drafter):
-    """Proposes the same tree whatever is asked, and keeps the outcomes."""
+    """Drafts the same tree in every round, and stores the verdicts."""
 
     def __init__(self, probs: list[float] | None = None, hidden: bool = False):
         self.probs = probs
@@ -59,7 +60,7 @@ def state_of(rows: int = 1) -> GenerationState:
 
 def asked(source: DraftSource, depth: int = 3, rows: int = 1) -> DraftSource:
     source.start(rows)
-    source.ask(state_of(rows), dict.fromkeys(range(rows), depth))
+    source.draft(state_of(rows), dict.fromkeys(range(rows), depth))
     return source
 
 
@@ -70,73 +71,73 @@ def said(*tokens: int) -> Verdict:
     return Verdict(tree, [list(range(1, len(chain)))], [tokens[-1]])
 
 
-class TestShares:
+class TestRates:
     def test_from_the_expectation_to_the_trials(self) -> None:
-        shares = DecayedRates(lambda kind: {"a": 0.2, "b": 0.9}[kind], 4.0)
-        assert (shares.share("a"), shares.share("b")) == (0.2, 0.9)
-        shares.count("a", True)
-        assert shares.share("a") == pytest.approx((4 * 0.2 + 1) / 5)
+        rates = DecayedRates(lambda kind: {"a": 0.2, "b": 0.9}[kind], 4.0)
+        assert (rates.rate("a"), rates.rate("b")) == (0.2, 0.9)
+        rates.count("a", True)
+        assert rates.rate("a") == pytest.approx((4 * 0.2 + 1) / 5)
         for _ in range(300):
-            shares.count("a", False)
-        assert shares.share("a") < 0.04
-        assert shares.share("b") == 0.9
+            rates.count("a", False)
+        assert rates.rate("a") < 0.04
+        assert rates.rate("b") == 0.9
 
     def test_what_is_new_counts_more(self) -> None:
         early, late = DecayedRates(lambda _: 0.5, 4.0), DecayedRates(lambda _: 0.5, 4.0)
         for step in range(20):
             early.count(0, step < 10)
             late.count(0, step >= 10)
-        assert early.share(0) < 0.5 < late.share(0)
+        assert early.rate(0) < 0.5 < late.rate(0)
 
     def test_fading_goes_back_to_the_expectation(self) -> None:
-        shares = DecayedRates(lambda _: 0.6, 3.0)
+        rates = DecayedRates(lambda _: 0.6, 3.0)
         for _ in range(40):
-            shares.count(1, False)
-        low = shares.share(1)
+            rates.count(1, False)
+        low = rates.rate(1)
         for _ in range(500):
-            shares.fade()
+            rates.fade(RETENTION)
         assert low < 0.15
-        assert shares.share(1) == pytest.approx(0.6, abs=0.03)
+        assert rates.rate(1) == pytest.approx(0.6, abs=0.03)
 
 
-class TestSource:
-    def test_values_by_depth_and_rank(self) -> None:
-        source = asked(DraftSource("s", Fixed(), 3, expected=(0.6, 0.8)))
-        assert source.values(0) == pytest.approx([1, 0.6, 0.15, 0.48, 0.12, 0.384])
+class TestDraftSource:
+    def test_reach_by_depth_and_rank(self) -> None:
+        source = asked(DraftSource("s", Fixed(), 3, prior=(0.6, 0.8)))
+        assert source.reach(0) == pytest.approx([1, 0.6, 0.15, 0.48, 0.12, 0.384])
 
-    def test_values_by_the_drafters_own_probability(self) -> None:
+    def test_reach_by_the_drafters_own_probability(self) -> None:
         source = asked(DraftSource("s", Fixed([1.0, 0.93, 0.07, 0.5, 0.49, 1.0]), 3))
         expected = [1, 0.95, 0.05, 0.95 * 0.55, 0.95 * 0.45, 0.95 * 0.55 * 0.95]
-        assert source.values(0) == pytest.approx(expected)
+        assert source.reach(0) == pytest.approx(expected)
 
-    def test_nothing_is_looked_at_that_is_too_unlikely(self) -> None:
-        source = asked(DraftSource("s", Fixed(), 3, expected=(0.5, 0.015)))
-        assert source.values(0) == pytest.approx([1, 0.5, 0.125, 0.0075, 0.5 * 0.00375, 0])
+    def test_nodes_below_the_minimum_reach_are_ignored(self) -> None:
+        source = asked(DraftSource("s", Fixed(), 3, prior=(0.5, 0.015)))
+        assert source.reach(0) == pytest.approx([1, 0.5, 0.125, 0.0075, 0.5 * 0.00375, 0])
         tree = MergedTree(ROOT)
-        tree.take(source, 0)
+        tree.add_draft(source, 0)
         assert tree.tokens == [ROOT, 10, 20]
 
     @pytest.mark.parametrize(("further", "depth"), [(0.001, 1), (0.2, 3), (0.9, 9)])
     def test_useful_depth(self, further: float, depth: int) -> None:
-        source = asked(DraftSource("s", Fixed(), 9, expected=(0.5, further)))
+        source = asked(DraftSource("s", Fixed(), 9, prior=(0.5, further)))
         assert source.useful_depth(0) == depth
 
     def test_limits_reach_the_drafter_and_its_own_depth_is_one(self) -> None:
         state, drafter = state_of(2), Fixed()
         source = DraftSource("s", drafter, 3)
         source.start(2)
-        source.ask(state, {0: 9, 1: 0})
+        source.draft(state, {0: 9, 1: 0})
         assert drafter.limits == {0: 3, 1: 0}
         assert source.limits == {0: 3, 1: 0}
-        assert source.size(0, 7) == 5
-        assert source.size(1, 7) == 7
+        assert source.last_size(0, 7) == 5
+        assert source.last_size(1, 7) == 7
 
     def test_it_learns_from_tokens_it_did_not_send(self) -> None:
         source = asked(DraftSource("s", Fixed(), 3))
-        before = source.values(0)
+        before = source.reach(0)
         source.observe(said(10, 12, 99), NOTHING)
-        after = source.values(0)
-        weight = EXPECTATION_WEIGHT
+        after = source.reach(0)
+        weight = PRIOR_WEIGHT
         assert after[1] == pytest.approx((weight * 0.5 + 1) / (weight + 1))
         assert after[2] == pytest.approx(weight * 0.125 / (weight + 1))
         # Token 12 stood second below 10, token 11 first.
@@ -145,41 +146,48 @@ class TestSource:
 
     def test_levels(self) -> None:
         source = asked(DraftSource("s", Fixed(), 3))
-        assert [source.level(0, depth) for depth in (1, 2, 3)] == [LEVEL_EXPECTATION] * 3
+        assert [source.level_rate(0, depth) for depth in (1, 2, 3)] == [LEVEL_PRIOR] * 3
         source.observe(said(10, 11, 99), NOTHING)
-        assert source.level(0, 1) == source.level(0, 2) > LEVEL_EXPECTATION > source.level(0, 3)
+        assert (
+            source.level_rate(0, 1)
+            == source.level_rate(0, 2)
+            > LEVEL_PRIOR
+            > source.level_rate(0, 3)
+        )
         source.observe(said(99), NOTHING)
-        assert source.level(0, 1) < source.level(0, 2)
+        assert source.level_rate(0, 1) < source.level_rate(0, 2)
 
     def test_a_level_that_was_asked_for_and_is_not_there_is_a_miss(self) -> None:
         source = asked(DraftSource("s", Fixed(), 3))
         source.observe(said(20, 1), NOTHING)
-        assert source.level(0, 2) < LEVEL_EXPECTATION
+        assert source.level_rate(0, 2) < LEVEL_PRIOR
         shallow = asked(DraftSource("s", Fixed(), 3), depth=1)
         shallow.observe(said(20, 1), NOTHING)
-        assert shallow.level(0, 2) == LEVEL_EXPECTATION
+        assert shallow.level_rate(0, 2) == LEVEL_PRIOR
 
-    def test_not_asked_is_slowly_forgotten(self) -> None:
+    def test_an_idle_drafter_is_slowly_forgotten(self) -> None:
         state, source = state_of(), DraftSource("s", Fixed(), 3)
         source.start(1)
-        source.ask(state, {0: 3})
+        source.draft(state, {0: 3})
         source.observe(said(99), NOTHING)
-        bad = source.level(0, 1)
+        bad = source.level_rate(0, 1)
         for _ in range(400):
-            source.ask(state, {0: 0})
+            source.draft(state, {0: 0})
             source.observe(said(10), NOTHING)
-        assert bad < source.level(0, 1) < LEVEL_EXPECTATION
+        assert bad < source.level_rate(0, 1) < LEVEL_PRIOR
 
-    def test_the_drafter_hears_of_its_own_tree(self) -> None:
+    def test_the_drafter_gets_the_verdict_on_its_own_tree(self) -> None:
         source = asked(DraftSource("s", Fixed(), 3))
         for tokens, path in (((10, 12, 7), [1, 4]), ((8, 9), []), ((10, 11), [1])):
             source.observe(said(*tokens), NOTHING)
             outcome = source.drafter.outcomes[-1]  # type: ignore[attr-defined]
             assert outcome.tree is source.tree
-            # The bonus token is no accepted one, even where the own tree has it.
+            # The bonus token is not an accepted one, even if the tree has it.
             assert outcome.accepted == [path]
 
-    def test_a_drafter_that_reads_hidden_states_hears_of_the_tree_that_was_run(self) -> None:
+    def test_a_drafter_that_reads_hidden_states_gets_the_verdict_on_the_tree_that_was_run(
+        self,
+    ) -> None:
         source = asked(DraftSource("s", Fixed(hidden=True), 3))
         verdict = said(10, 12, 7)
         source.observe(verdict, NOTHING)
@@ -189,76 +197,76 @@ class TestSource:
         source = asked(DraftSource("s", Fixed(), 3), rows=2)
         tree = DraftTree.from_rows([([ROOT, 10], [-1, 0]), ([ROOT], [-1])])
         source.observe(Verdict(tree, [[1], []], [11, 99]), NOTHING)
-        assert source.values(0)[1] > 0.5 > source.values(1)[1]
-        kept = source.values(1)
+        assert source.reach(0)[1] > 0.5 > source.reach(1)[1]
+        kept = source.reach(1)
         source.restart(0)
         assert source.drafter.restarted == [0]  # type: ignore[attr-defined]
-        assert source.level(0, 1) == LEVEL_EXPECTATION > source.level(1, 1)
-        assert source.size(0, 77) == 77 > source.size(1, 77)
-        assert source.values(0)[1] == 0.5
-        assert source.values(1) == kept
+        assert source.level_rate(0, 1) == LEVEL_PRIOR > source.level_rate(1, 1)
+        assert source.last_size(0, 77) == 77 > source.last_size(1, 77)
+        assert source.reach(0)[1] == 0.5
+        assert source.reach(1) == kept
         asked(source, rows=2)
-        assert source.values(0) == source.values(1)
+        assert source.reach(0) == source.reach(1)
 
 
 class TestMemory:
-    def test_a_generation_begins_with_what_the_others_came_to(self) -> None:
-        memory = AcceptanceStats.expected((0.5, 0.7))
+    def test_a_generation_begins_with_the_rates_of_earlier_ones(self) -> None:
+        memory = AcceptanceStats.from_prior((0.5, 0.7))
         source = DraftSource("s", Fixed(), 3)
         for _ in range(20):
             source.start(1, memory)
-            source.ask(state_of(), {0: 3})
+            source.draft(state_of(), {0: 3})
             source.observe(said(99), NOTHING)
         source.start(2, memory)
-        assert source.level(0, 1) == source.level(1, 1) < 0.2
-        source.ask(state_of(2), {0: 3, 1: 0})
-        before = source.level(1, 1)
+        assert source.level_rate(0, 1) == source.level_rate(1, 1) < 0.2
+        source.draft(state_of(2), {0: 3, 1: 0})
+        before = source.level_rate(1, 1)
         tree = DraftTree.from_rows([([ROOT, 10], [-1, 0]), ([ROOT], [-1])])
         source.observe(Verdict(tree, [[1], []], [11, 99]), NOTHING)
-        assert source.level(0, 1) > before
-        assert source.level(1, 1) == pytest.approx(before)
+        assert source.level_rate(0, 1) > before
+        assert source.level_rate(1, 1) == pytest.approx(before)
 
-    def test_who_is_never_asked_is_tried_again(self) -> None:
-        memory = AcceptanceStats.expected((0.5, 0.7))
+    def test_a_drafter_that_never_runs_is_tried_again(self) -> None:
+        memory = AcceptanceStats.from_prior((0.5, 0.7))
         memory.levels.count(1, False)
         source = DraftSource("s", Fixed(), 3)
         source.start(1, memory)
-        bad = memory.levels.share(1)
+        bad = memory.levels.rate(1)
         for _ in range(2000):
-            source.ask(state_of(), {0: 0})
+            source.draft(state_of(), {0: 0})
             source.observe(said(10), NOTHING)
-        assert bad < memory.levels.share(1) == pytest.approx(LEVEL_EXPECTATION, abs=0.01)
+        assert bad < memory.levels.rate(1) == pytest.approx(LEVEL_PRIOR, abs=0.01)
 
 
 class TestMergedTree:
     def merged(self, *values: tuple[float, float]) -> MergedTree:
         tree = MergedTree(ROOT)
         for first, further in values:
-            tree.take(asked(DraftSource("s", Fixed(), 3, (first, further))), 0)
+            tree.add_draft(asked(DraftSource("s", Fixed(), 3, (first, further))), 0)
         return tree
 
     def test_the_same_node_stands_once_with_its_best_value(self) -> None:
         tree = self.merged((0.6, 0.1), (0.3, 0.9))
         assert tree.tokens == TOKENS
         assert tree.parents == PARENTS
-        assert tree.values == pytest.approx([1, 0.6, 0.15, 0.27, 0.0675, 0.243])
+        assert tree.best_reach == pytest.approx([1, 0.6, 0.15, 0.27, 0.0675, 0.243])
         for node, parent in enumerate(tree.parents[1:], start=1):
-            assert tree.values[node] <= tree.values[parent]
+            assert tree.best_reach[node] <= tree.best_reach[parent]
 
-    def test_masses(self) -> None:
+    def test_reach_by_depth(self) -> None:
         tree = self.merged((0.9, 0.8))
         assert tree.reach_by_depth() == pytest.approx([1.0, 0.9, 0.576])
         assert MergedTree(ROOT).reach_by_depth() == []
 
     def test_kept_nodes(self) -> None:
         tree = self.merged((0.6, 0.8))
-        assert tree.keep([]) == ([ROOT], [-1])
-        assert tree.keep([5, 3, 1]) == ([ROOT, 10, 11, 13], [-1, 0, 1, 2])
+        assert tree.subtree([]) == ([ROOT], [-1])
+        assert tree.subtree([5, 3, 1]) == ([ROOT, 10, 11, 13], [-1, 0, 1, 2])
 
     def test_the_row_of_a_batch(self) -> None:
         source = asked(DraftSource("s", Fixed(), 3), rows=2)
         tree = MergedTree(ROOT)
-        tree.take(source, 1)
+        tree.add_draft(source, 1)
         assert tree.tokens == TOKENS
 
 

@@ -1,4 +1,4 @@
-"""Costs from measured points, and learned from rounds: what is expected, what a time changes."""
+"""Cost curves from configured points and from measured rounds."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from hf_spec.common.errors import OptionError
-from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_EXPECTATION
+from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_PRIOR
 from hf_spec.drafting.cost_model.cost_curves import (
-    FORWARD_PRICE,
-    LARGEST,
+    FORWARD_COST,
+    LARGEST_FACTOR,
     LIFETIME,
-    NODE_PRICE,
+    NODE_COST,
     Costs,
     Curve,
     LearnedCurve,
     RoundTimes,
+    cached_times,
     check_timings,
-    known_times,
 )
 from hf_spec.engine.fast.compiled_layers import compiling
 from tests.tiny_models import build
@@ -53,13 +53,13 @@ def curve(*times: tuple[float, float]) -> LearnedCurve:
 
 
 class TestLearnedCurve:
-    def test_expected_as_long_as_nothing_is_known(self) -> None:
+    def test_expected_as_long_as_nothing_has_timings(self) -> None:
         assert curve()(3) == 4.0
-        assert not curve().is_known
+        assert not curve().has_timings
 
     def test_one_time_sets_the_scale(self) -> None:
         known = curve((3, 0.4))
-        assert known.is_known
+        assert known.has_timings
         assert [known(size) for size in (1, 3, 9)] == pytest.approx([0.2, 0.4, 1.0])
 
     def test_straight_between_known_sizes_and_in_proportion_beyond(self) -> None:
@@ -81,9 +81,9 @@ class TestLearnedCurve:
 
     def test_a_hiccup_counts_for_little(self) -> None:
         known = curve(*[(1, 1.0)] * 20, (1, 500.0))
-        assert known(1) <= 1.0 + 0.1 * (LARGEST - 1) + 1e-9
+        assert known(1) <= 1.0 + 0.1 * (LARGEST_FACTOR - 1) + 1e-9
         # At a size that is new, too: it would never be tried again.
-        assert curve((1, 1.0), (8, 500.0))(8) <= LARGEST * 4.5 + 1e-9
+        assert curve((1, 1.0), (8, 500.0))(8) <= LARGEST_FACTOR * 4.5 + 1e-9
 
     def test_the_least_of_the_first_times_counts(self) -> None:
         """The very first one, which has nothing to be bounded by, as well."""
@@ -112,7 +112,7 @@ class TestLearnedCurve:
                 shared.learn(3, 1.0)
                 return float(self) >= other  # type: ignore[operator]
 
-        assert shared.reaches(Size(9))
+        assert shared.is_reliable(Size(9))
         assert 1.0 < shared(Size(5)) < 2.0
 
 
@@ -123,9 +123,9 @@ def levels(depth: int) -> int:
 class TestRoundTimes:
     def test_nothing_known(self) -> None:
         costs = RoundTimes().costs({"falcon": lambda depth: -(-depth // 2)})
-        assert costs.verify(1) == 1 + NODE_PRICE
+        assert costs.verify(1) == 1 + NODE_COST
         assert costs.draft["falcon"](0) == 0
-        one = FORWARD_PRICE * costs.verify(1)
+        one = FORWARD_COST * costs.verify(1)
         assert [costs.draft["falcon"](d) for d in (1, 2, 3)] == pytest.approx([one, one, 2 * one])
 
     def test_a_round(self) -> None:
@@ -141,32 +141,32 @@ class TestRoundTimes:
         times = RoundTimes()
         times.learn(1, 2.0, {})
         assert times.costs({"draft": levels}).draft["draft"](2) == pytest.approx(
-            2 * FORWARD_PRICE * 2.0
+            2 * FORWARD_COST * 2.0
         )
 
-    def test_drafters_have_prices_of_their_own(self) -> None:
+    def test_drafters_have_costs_of_their_own(self) -> None:
         times = RoundTimes()
         times.learn(4, 0.04, {"falcon": (1, 0.002), "tree": (2, 0.02)})
         costs = times.costs({"falcon": levels, "tree": levels})
         assert costs.draft["falcon"](1) == pytest.approx(0.002)
         assert costs.draft["tree"](1) == pytest.approx(0.01)
 
-    def test_plain_steps_are_known_once_they_were_timed(self) -> None:
+    def test_plain_steps_are_reliable_after_two_timings(self) -> None:
         times = RoundTimes()
         times.learn(9, 0.04, {})
         times.learn(9, 0.04, {})
-        assert not times.knows_plain(1)
+        assert not times.has_plain_step(1)
         times.learn(1, 0.02, {})
-        assert not times.knows_plain(1)
+        assert not times.has_plain_step(1)
         times.learn(1, 0.02, {})
-        assert times.knows_plain(1)
-        assert times.knows_plain(4)
+        assert times.has_plain_step(1)
+        assert times.has_plain_step(4)
 
-    def test_how_drafts_fared_is_kept(self) -> None:
+    def test_acceptance_rates_are_kept(self) -> None:
         times = RoundTimes()
         times.memory(0, (0.5, 0.7)).levels.count(1, False)
-        assert times.memory(0, (0.5, 0.7)).levels.share(1) < LEVEL_EXPECTATION
-        assert times.memory(1, (0.5, 0.7)).levels.share(1) == LEVEL_EXPECTATION
+        assert times.memory(0, (0.5, 0.7)).levels.rate(1) < LEVEL_PRIOR
+        assert times.memory(1, (0.5, 0.7)).levels.rate(1) == LEVEL_PRIOR
 
     def test_drafts_without_a_model_cost_nothing(self) -> None:
         times = RoundTimes()
@@ -176,18 +176,18 @@ class TestRoundTimes:
 
 def test_times_are_kept_by_situation() -> None:
     model = build("qwen2")
-    first = known_times(model, "a", 1)
-    assert known_times(model, "a", 1) is first
-    assert known_times(model, "a", 2) is not first
-    assert known_times(model, "b", 1) is not first
-    assert known_times(build("qwen3"), "a", 1) is not first
+    first = cached_times(model, "a", 1)
+    assert cached_times(model, "a", 1) is first
+    assert cached_times(model, "a", 2) is not first
+    assert cached_times(model, "b", 1) is not first
+    assert cached_times(build("qwen3"), "a", 1) is not first
     with compiling(True):
-        assert known_times(model, "a", 1) is not first
-    assert known_times(model, "a", 1) is first
+        assert cached_times(model, "a", 1) is not first
+    assert cached_times(model, "a", 1) is first
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        assert known_times(model, "a", 1) is not first
+        assert cached_times(model, "a", 1) is not first
     finally:
         torch.set_num_threads(threads)
 
@@ -199,7 +199,7 @@ class TestTimings:
             check_timings(timings)
         del timings["draft"]["falcon"]
         check_timings(timings)
-        costs = Costs.of(timings)
+        costs = Costs.from_timings(timings)
         assert costs.verify(6) == 1.5
         assert costs.draft["tree"](1) == 0.25
 
@@ -219,5 +219,5 @@ class TestTimings:
         ],
     )
     def test_anything_else_is_refused(self, timings: Any) -> None:
-        with pytest.raises(OptionError, match="seconds of a forward by nodes"):
+        with pytest.raises(OptionError, match="seconds of a forward pass by nodes"):
             check_timings(timings)

@@ -1,4 +1,4 @@
-"""Lengths that times decide: the output stays, numbers that are given stay, costs are heeded."""
+"""The cost model end to end: exact output, configured sizes are kept, costs decide the rest."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.drafting.cost_model import cost_curves as round_costs
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
-from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter, resolve
-from hf_spec.drafting.cost_model.loss_budget import FIRST, SHARE
+from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter, resolve_config
+from hf_spec.drafting.cost_model.loss_budget import INITIAL_STEPS, STEPS_PER_TOKEN
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.registry import make_drafter, parse_strategy
 from tests.falcon_reference import random_head
@@ -38,10 +38,10 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
     """Sets what a node and what a forward of the drafter costs, in forwards of the target."""
 
     def set_costs(node: float, forward: float) -> None:
-        monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
+        monkeypatch.setattr(measured, "cached_times", lambda *_: round_costs.RoundTimes())
         monkeypatch.setattr(RoundTimes, "learn", lambda *_: None)
-        monkeypatch.setattr(round_costs, "NODE_PRICE", node)
-        monkeypatch.setattr(round_costs, "FORWARD_PRICE", forward)
+        monkeypatch.setattr(round_costs, "NODE_COST", node)
+        monkeypatch.setattr(round_costs, "FORWARD_COST", forward)
 
     return set_costs
 
@@ -68,11 +68,11 @@ def generate(strategy: Any, given: Any, kind: str = "one", **settings: Any) -> A
 class TestOutput:
     @pytest.mark.parametrize("kind", ["one", "ragged"])
     @pytest.mark.parametrize("name", NAMES)
-    @pytest.mark.parametrize("prices", [(0.0, 0.0), (0.02, 0.1), (0.5, 0.9)])
-    def test_greedy_is_plain_at_any_price(
-        self, name: str, kind: str, prices: tuple[float, float], costs: Any
+    @pytest.mark.parametrize("pairs", [(0.0, 0.0), (0.02, 0.1), (0.5, 0.9)])
+    def test_greedy_is_plain_at_any_cost(
+        self, name: str, kind: str, pairs: tuple[float, float], costs: Any
     ) -> None:
-        costs(*prices)
+        costs(*pairs)
         plain = build("llama").generate(
             **prompts("llama", kind), max_new_tokens=NEW_TOKENS, do_sample=False
         )
@@ -95,14 +95,14 @@ class TestCosts:
             stats = generate(name, build("llama"), max_new_tokens=60).spec_stats
             return stats.accepted_tokens / stats.target_forwards
 
-        cheap, dear, hopeless = mean_length(0.01), mean_length(0.5), mean_length(1.2)
-        assert cheap > max(1.0, dear)
+        cheap, expensive, hopeless = mean_length(0.01), mean_length(0.5), mean_length(1.2)
+        assert cheap > max(1.0, expensive)
         assert hopeless == 0
 
     @pytest.mark.parametrize("name", ["tree", "gsd", "falcon", "lookup"])
-    def test_fewer_nodes_are_sent_where_they_are_dear(self, name: str, costs: Any) -> None:
-        def nodes(price: float) -> float:
-            costs(price, 0.01)
+    def test_fewer_nodes_are_sent_where_they_are_expensive(self, name: str, costs: Any) -> None:
+        def nodes(cost: float) -> float:
+            costs(cost, 0.01)
             stats = generate(name, assistant(name)).spec_stats
             return stats.drafted_tokens / stats.target_forwards
 
@@ -133,23 +133,23 @@ class TestTimes:
     def test_what_is_learned_is_the_time_of_the_parts(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        heard: list[tuple[float, float, dict[str, tuple[int, float]]]] = []
-        monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
-        monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: heard.append(times))
+        learned: list[tuple[float, float, dict[str, tuple[int, float]]]] = []
+        monkeypatch.setattr(measured, "cached_times", lambda *_: round_costs.RoundTimes())
+        monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: learned.append(times))
         ticks = itertools.count()
         monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
         stats = generate("draft", draft_model("llama")).spec_stats
-        # The first round runs the prompt, which tells nothing of the others.
-        assert len(heard) == stats.target_forwards - 1
-        drafts = [spent["draft"] for *_, spent in heard if "draft" in spent]
-        assert all(verify > 0 for _, verify, _ in heard)
+        # The first round runs the prompt and is not timed.
+        assert len(learned) == stats.target_forwards - 1
+        drafts = [spent["draft"] for *_, spent in learned if "draft" in spent]
+        assert all(verify > 0 for _, verify, _ in learned)
         assert all(seconds > 0 for _, seconds in drafts)
-        assert max(nodes for nodes, *_ in heard) > 1
+        assert max(nodes for nodes, *_ in learned) > 1
         assert 0 < sum(forwards for forwards, _ in drafts) <= stats.draft_forwards
 
     def test_a_round_with_a_new_prompt_is_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        heard: list[int] = []
-        monkeypatch.setattr(RoundTimes, "learn", lambda *_: heard.append(1))
+        learned: list[int] = []
+        monkeypatch.setattr(RoundTimes, "learn", lambda *_: learned.append(1))
         output = build("llama").generate_batch(
             [[5, 6, 7, 5, 6], [8, 9, 10], [5, 6, 7]],
             max_new_tokens=4,
@@ -157,7 +157,7 @@ class TestTimes:
             max_batch=1,
         )
         assert len(output) == 3
-        assert 0 < len(heard) <= 3 * 3
+        assert 0 < len(learned) <= 3 * 3
 
     def test_drafts_follow_the_time_that_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A draft model that takes as long as the target is given up, though it is always right."""
@@ -168,7 +168,7 @@ class TestTimes:
             now[0] += 1.0
             return forward(self, *arguments)
 
-        monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
+        monkeypatch.setattr(measured, "cached_times", lambda *_: round_costs.RoundTimes())
         monkeypatch.setattr(ModelRunner, "forward", slow)
         monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
         stats = generate("draft", build("llama"), max_new_tokens=60).spec_stats
@@ -188,7 +188,7 @@ class Machine:
             return run(runner, tree, *arguments)
 
         times = RoundTimes()
-        monkeypatch.setattr(measured, "known_times", lambda *_: times)
+        monkeypatch.setattr(measured, "cached_times", lambda *_: times)
         monkeypatch.setattr(ModelRunner, "forward", slow)
         monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
 
@@ -207,10 +207,12 @@ class TestLosses:
         wrong, forward = hf_spec.truncated_draft(build("llama", seed=5), 1), 0.2
         machine = Machine(monkeypatch, 0.04, forward)
         lost = [machine.lost(wrong, strategy) for _ in range(3)]
-        # What the first draft takes is not known before.
+        # The cost of the first draft is unknown.
         surprise = 8 * forward
-        assert lost[0][0] <= FIRST + 100 * SHARE + surprise
-        assert all(steps <= FIRST + 100 * SHARE + forward for steps, _ in lost[1:])
+        assert lost[0][0] <= INITIAL_STEPS + 100 * STEPS_PER_TOKEN + surprise
+        assert all(
+            steps <= INITIAL_STEPS + 100 * STEPS_PER_TOKEN + forward for steps, _ in lost[1:]
+        )
         for _, stats in lost:
             # A text of a tiny model repeats itself, so that lookups pay.
             asked = stats.counters.get("asked_tree", 0) if strategy == "auto" else 0
@@ -259,24 +261,24 @@ class TestNodes:
 
     @pytest.mark.parametrize("kind", [TreeConfig, GsdConfig])
     @pytest.mark.parametrize("policy", ["static", "heuristic", "confidence"])
-    def test_only_nodes_that_bring_more_than_they_cost_are_sent(
+    def test_only_nodes_that_gain_more_than_they_cost_are_sent(
         self, kind: Any, policy: str, costs: Any
     ) -> None:
         drafted, sent = [], []
-        for price in (0.0, 0.3, 3.0):
-            costs(price, 0.01)
+        for cost in (0.0, 0.3, 3.0):
+            costs(cost, 0.01)
             config = kind(max_draft_tokens=3, length_policy=policy)
             stats = generate(config, draft_model("llama")).spec_stats
             sent.append(stats.drafted_tokens / stats.target_forwards)
             drafted.append(stats.draft_forwards / stats.target_forwards)
         assert sent[0] > sent[1] >= sent[2] == 0
-        # What is drafted is as long as the policy says, whatever it costs; the prompt's round and
-        # the last one have no room.
+        # Drafts have the length of the policy at any cost; the prompt's round and the last one
+        # have no room.
         assert min(drafted) > 0.7
 
-    @pytest.mark.parametrize("price", [0.0, 3.0])
-    def test_a_number_is_kept(self, price: float, costs: Any) -> None:
-        costs(price, 0.5)
+    @pytest.mark.parametrize("cost", [0.0, 3.0])
+    def test_a_number_is_kept(self, cost: float, costs: Any) -> None:
+        costs(cost, 0.5)
         config = TreeConfig(max_draft_tokens=3, max_nodes=7)
         stats = generate(config, draft_model("llama")).spec_stats
         assert stats.drafted_tokens > 5 * (stats.target_forwards - 3)
@@ -331,7 +333,7 @@ class TestGiven:
         drafter = make_drafter(parse_strategy(name), build("llama"), assistant(name))
         assert isinstance(drafter, AdaptiveLengthDrafter)
 
-    def test_a_fixed_length_is_kept_however_dear(self, costs: Any) -> None:
+    def test_a_fixed_length_is_kept_at_any_cost(self, costs: Any) -> None:
         costs(9.0, 9.0)
         stats = generate(DraftConfig(max_draft_tokens=3), draft_model("llama")).spec_stats
         assert stats.drafted_tokens > 2 * stats.target_forwards
@@ -362,7 +364,7 @@ class TestGiven:
             drafter = make_drafter(parse_strategy(name), build("llama"), assistant(name))
             assert not isinstance(drafter, AdaptiveLengthDrafter)
         with pytest.raises(UnsupportedError, match="differ among the processes"):
-            resolve(DraftConfig(length_policy="measured"), build("llama"))
+            resolve_config(DraftConfig(length_policy="measured"), build("llama"))
 
 
 def test_transformers_own_loop_is_refused_with_the_way_out() -> None:
@@ -372,7 +374,7 @@ def test_transformers_own_loop_is_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_drafter_says_what_it_did(name: str) -> None:
+def test_counters_of_the_drafter(name: str) -> None:
     stats = generate(name, assistant(name)).spec_stats
     assert stats.counters["rounds"] >= stats.counters["idle_rounds"] >= 0
     if name in ("draft", "tree", "gsd", "disco"):
@@ -390,15 +392,15 @@ def test_the_draft_that_runs_the_prompt_is_not_timed(
     observe = AdaptiveLengthDrafter.observe
 
     def watch(self: AdaptiveLengthDrafter, verdict: Any, output: Any) -> None:
-        run.append(self._rounds.drafts[strategy].forwards)
+        run.append(self._timer.drafts[strategy].forwards)
         observe(self, verdict, output)
 
     def learn(self: RoundTimes, nodes: float, seconds: float, drafts: Any) -> None:
         timed.extend(forwards for forwards, _ in drafts.values())
 
-    monkeypatch.setattr(measured, "known_times", lambda *_: RoundTimes())
-    monkeypatch.setattr(round_costs, "FORWARD_PRICE", 0.01)
-    monkeypatch.setattr(round_costs, "NODE_PRICE", 1e-4)
+    monkeypatch.setattr(measured, "cached_times", lambda *_: RoundTimes())
+    monkeypatch.setattr(round_costs, "FORWARD_COST", 0.01)
+    monkeypatch.setattr(round_costs, "NODE_COST", 1e-4)
     monkeypatch.setattr(AdaptiveLengthDrafter, "observe", watch)
     monkeypatch.setattr(RoundTimes, "learn", learn)
     assistant = random_head("llama") if strategy == "falcon" else draft_model("llama")

@@ -1,4 +1,4 @@
-"""When rounds are learned from; devices are tested in `backend/device/test_clock.py`."""
+"""When rounds are recorded; devices are tested in `backend/device/test_clock.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hf_spec.backend.device.clock import Clock
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes
 from hf_spec.drafting.cost_model.loss_budget import LossBudget
-from hf_spec.drafting.cost_model.round_timer import RoundClock
+from hf_spec.drafting.cost_model.round_timer import RoundTimer
 
 
 class Lagging(Clock):
@@ -28,13 +28,13 @@ class Lagging(Clock):
         return end - start
 
 
-class Settled(LossBudget):
+class RecordingBudget(LossBudget):
     def __init__(self) -> None:
         super().__init__()
-        self.settled: list[tuple[float, float, float]] = []
+        self.recorded: list[tuple[float, float, float]] = []
 
-    def settle(self, *round_: float) -> None:
-        self.settled.append(round_)  # type: ignore[arg-type]
+    def record_round(self, *round_: float) -> None:
+        self.recorded.append(round_)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -45,49 +45,49 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def rounds(clock: Clock, allowance: LossBudget, times: RoundTimes | None) -> RoundClock:
+def rounds(clock: Clock, budget: LossBudget, times: RoundTimes | None) -> RoundTimer:
     costs = Costs(lambda nodes: 2.0 * nodes, {"draft": lambda depth: 5.0 * depth})
-    return RoundClock(clock, costs, times, allowance)
+    return RoundTimer(clock, costs, times, budget)
 
 
-def one_round(timed: RoundClock, clock: Lagging) -> float:
+def one_round(timed: RoundTimer, clock: Lagging) -> float:
     """Drafts for 3 seconds with two forwards, and verifies for 4; what was known of the drafts."""
     drafter = SimpleNamespace(forwards=0)
     timed.begin()
-    with timed.drafting("draft", drafter, 2):
+    with timed.time_draft("draft", drafter, 2):
         clock.now += 3
         drafter.forwards += 2
     draft_seconds = timed.draft_seconds()
-    timed.sent(6, 1.0)
+    timed.mark_sent(6, 1.0)
     clock.now += 4
-    timed.judged(2, 5)
+    timed.mark_verified(2, 5)
     return draft_seconds
 
 
 def test_a_round_is_learned_from_when_its_time_is_known(learned: list[Any]) -> None:
-    clock, allowance = Lagging(), Settled()
-    timed = rounds(clock, allowance, RoundTimes())
+    clock, budget = Lagging(), RecordingBudget()
+    timed = rounds(clock, budget, RoundTimes())
     # The draft is expected to take as long as such drafts do.
     assert one_round(timed, clock) == 10.0
-    assert (learned, allowance.settled) == ([], [])
+    assert (learned, budget.recorded) == ([], [])
     clock.known = clock.now
     assert one_round(timed, clock) == 10.0
     # The first round runs the prompt.
     assert learned == []
-    assert allowance.settled == [(2.5, 2.0 * 6 + 3, 2.0 * 2)]
+    assert budget.recorded == [(2.5, 2.0 * 6 + 3, 2.0 * 2)]
     clock.known = clock.now
     timed.begin()
     assert learned == [(6, 4.0, {"draft": (2, 3.0)})]
 
 
 def test_on_the_host_it_is_known_at_once(learned: list[Any]) -> None:
-    clock, allowance = Lagging(), Settled()
+    clock, budget = Lagging(), RecordingBudget()
     clock.known = float("inf")
-    timed = rounds(clock, allowance, RoundTimes())
+    timed = rounds(clock, budget, RoundTimes())
     assert one_round(timed, clock) == 3.0
     one_round(timed, clock)
     assert learned == [(6, 4.0, {"draft": (2, 3.0)})]
-    assert len(allowance.settled) == 2
+    assert len(budget.recorded) == 2
     timed.restart()
     assert timed.is_first
     one_round(timed, clock)
@@ -95,10 +95,10 @@ def test_on_the_host_it_is_known_at_once(learned: list[Any]) -> None:
 
 
 def test_given_costs_count_as_they_are(learned: list[Any]) -> None:
-    clock, allowance = Lagging(), Settled()
+    clock, budget = Lagging(), RecordingBudget()
     clock.known = float("inf")
-    timed = rounds(clock, allowance, None)
+    timed = rounds(clock, budget, None)
     assert one_round(timed, clock) == 0.0
     one_round(timed, clock)
     assert learned == []
-    assert allowance.settled == [(2.5, 2.0 * 6 + 1.0, 2.0 * 2)] * 2
+    assert budget.recorded == [(2.5, 2.0 * 6 + 1.0, 2.0 * 2)] * 2

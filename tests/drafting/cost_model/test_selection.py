@@ -1,4 +1,4 @@
-"""The choice of nodes is the best there is; whom to ask follows from costs and experience."""
+"""The chosen nodes are optimal; the chosen drafters follow from costs and acceptance rates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs, Curve
-from hf_spec.drafting.cost_model.selection import Round, choose_nodes, choose_sources
+from hf_spec.drafting.cost_model.selection import PlannedRound, choose_nodes, choose_sources
 
 
 def costs(per_node: float = 0.05, **draft: float) -> Costs:
-    """A forward of one node takes a second; a level of a drafter what is said."""
+    """A forward pass over one node takes one second; a level of a drafter takes `draft` seconds."""
     curves = {name: Curve([(0, 0.0), (1, seconds)]) for name, seconds in draft.items()}
     return Costs(Curve([(1, 1.0), (2, 1.0 + per_node)]), curves)
 
@@ -26,26 +26,26 @@ def tree(*nodes: tuple[int, float]) -> MergedTree:
     merged = MergedTree(5)
     for token, (parent, value) in enumerate(nodes, start=10):
         merged.add_node(parent, token)
-        merged.values.append(value)
+        merged.best_reach.append(value)
     return merged
 
 
 class Level:
     """A source whose levels are known."""
 
-    def __init__(self, name: str, *levels: float, alone: bool = False, nodes: int = 0):
+    def __init__(self, name: str, *levels: float, exclusive_tree: bool = False, nodes: int = 0):
         self.name, self.levels, self.depth = name, levels, len(levels)
-        self.drafter = SimpleNamespace(exclusive_tree=alone)
+        self.drafter = SimpleNamespace(exclusive_tree=exclusive_tree)
         self.nodes, self.nodes_per_level = nodes, NODES_PER_LEVEL
 
-    def level(self, row: int, depth: int) -> float:
+    def level_rate(self, row: int, depth: int) -> float:
         return self.levels[depth - 1]
 
-    def size(self, row: int, otherwise: int) -> int:
-        return self.nodes or otherwise
+    def last_size(self, row: int, default: int) -> int:
+        return self.nodes or default
 
 
-def ask(trees: dict[int, MergedTree], known: Costs, *sources: Any, room: int = 9) -> Round:
+def ask(trees: dict[int, MergedTree], known: Costs, *sources: Any, room: int = 9) -> PlannedRound:
     base, _ = choose_nodes(known, trees, 40)
     return choose_sources(base, trees, sources, dict.fromkeys(trees, room))
 
@@ -123,7 +123,7 @@ class TestAllowed:
         base, _ = choose_nodes(known, trees, 40)
         source: Any = Level("good", 0.9, 0.9, 0.9)
         depths = [
-            choose_sources(base, trees, [source], {0: 9}, rule).asked.get("good", {}).get(0, 0)
+            choose_sources(base, trees, [source], {0: 9}, rule).depths.get("good", {}).get(0, 0)
             for rule in map(at_most, (1.1, 1.3, 1.55, 9.0))
         ]
         assert depths == [0, 1, 2, 3]
@@ -133,44 +133,46 @@ class TestSources:
     def test_asked_where_it_pays_and_as_deep_as_it_pays(self) -> None:
         good = Level("good", 0.9, 0.9, 0.9, 0.1, 0.1)
         chosen = ask({0: tree()}, costs(0.02, good=0.1), good)
-        assert chosen.asked == {"good": {0: 3}}
+        assert chosen.depths == {"good": {0: 3}}
         assert chosen.draft_seconds == pytest.approx(0.3)
-        assert ask({0: tree()}, costs(0.02, good=1.0), good).asked == {}
-        assert ask({0: tree()}, costs(0.3, good=0.1), good).asked == {}
-        assert ask({0: tree()}, costs(0.02, good=0.1), good, room=1).asked == {"good": {0: 1}}
-        assert ask({0: tree()}, costs(0.02, good=0.1), good, room=0).asked == {}
+        assert ask({0: tree()}, costs(0.02, good=1.0), good).depths == {}
+        assert ask({0: tree()}, costs(0.3, good=0.1), good).depths == {}
+        assert ask({0: tree()}, costs(0.02, good=0.1), good, room=1).depths == {"good": {0: 1}}
+        assert ask({0: tree()}, costs(0.02, good=0.1), good, room=0).depths == {}
 
     def test_not_for_what_is_proposed_already(self) -> None:
         good = Level("good", 0.8, 0.8)
         sure = tree((0, 0.97), (1, 0.95), (2, 0.9))
         known = costs(0.02, good=0.2)
-        assert ask({0: tree()}, known, good).asked
-        assert ask({0: sure}, known, good).asked == {}
+        assert ask({0: tree()}, known, good).depths
+        assert ask({0: sure}, known, good).depths == {}
 
     def test_the_better_of_two_and_both_if_they_help_different_rows(self) -> None:
         one, two = Level("one", 0.9, 0.8), Level("two", 0.7, 0.5)
         known = costs(0.01, one=0.15, two=0.15)
-        assert set(ask({0: tree()}, known, two, one).asked) == {"one"}
+        assert set(ask({0: tree()}, known, two, one).depths) == {"one"}
 
         class ForRow(Level):
-            def level(self, row: int, depth: int) -> float:
+            def level_rate(self, row: int, depth: int) -> float:
                 return 0.95 if str(row) == self.name else 0.0
 
         rows = {0: tree(), 1: tree()}
-        asked = ask(rows, costs(0.01, **{"0": 0.1, "1": 0.1}), ForRow("0", 1), ForRow("1", 1)).asked
+        asked = ask(
+            rows, costs(0.01, **{"0": 0.1, "1": 0.1}), ForRow("0", 1), ForRow("1", 1)
+        ).depths
         assert asked == {"0": {0: 1, 1: 0}, "1": {0: 0, 1: 1}}
 
     def test_a_tree_that_stays_whole_takes_the_place_of_all_others(self) -> None:
-        own = Level("own", 0.9, 0.9, alone=True, nodes=6)
-        assert ask({0: tree((0, 0.5))}, costs(0.02), own).asked == {"own": {0: 2}}
-        assert ask({0: tree((0, 0.9), (1, 0.9))}, costs(0.1), own).asked == {}
+        own = Level("own", 0.9, 0.9, exclusive_tree=True, nodes=6)
+        assert ask({0: tree((0, 0.5))}, costs(0.02), own).depths == {"own": {0: 2}}
+        assert ask({0: tree((0, 0.9), (1, 0.9))}, costs(0.1), own).depths == {}
 
 
 def test_a_level_of_a_chain_is_sent_too_and_one_of_a_tree_is_not() -> None:
     known = costs(per_node=0.1, chain=0.5)
-    chosen = Round(known, tokens=3.0, nodes=1)
+    chosen = PlannedRound(known, tokens=3.0, nodes=1)
     assert chosen.rate == pytest.approx(3.0)
     chain = Level("chain", 0.9)
-    assert chosen.level_price(chain, 2, 4, 1) == pytest.approx(3.0 * 0.25)  # type: ignore[arg-type]
+    assert chosen.level_cost(chain, 2, 4, 1) == pytest.approx(3.0 * 0.25)  # type: ignore[arg-type]
     chain.nodes_per_level = 1
-    assert chosen.level_price(chain, 2, 4, 1) == pytest.approx(3.0 * 0.35)  # type: ignore[arg-type]
+    assert chosen.level_cost(chain, 2, 4, 1) == pytest.approx(3.0 * 0.35)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`auto`: the output stays, choices follow from timings, drafters cope with rounds of silence."""
+"""`auto`: exact output, decisions that follow from timings, rounds in which a drafter is idle."""
 
 from __future__ import annotations
 
@@ -208,30 +208,30 @@ class TestChoices:
 
 
 class TestSilence:
-    """Rounds in which a drafter is not asked."""
+    """Rounds in which a drafter does not run."""
 
     @pytest.mark.parametrize("name", ["tree", "falcon", "disco"])
-    def test_afterwards_it_drafts_as_if_it_had_heard_everything(
+    def test_afterwards_it_drafts_as_if_it_had_run_in_every_round(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In every third round a drafter proposes what it does when it is asked in all of them."""
+        """In every third round a drafter drafts what it would if it ran in every round."""
         proposals: dict[tuple[str, int], tuple[list[int], list[int], list[float]]] = {}
-        ask = DraftSource.ask
+        draft = DraftSource.draft
 
         def silent(self: DraftSource, state: Any, limits: Any) -> None:
             turn = len(state.tokens[0])
             if self.name == "lookup":
-                ask(self, state, dict.fromkeys(limits, 0))
+                draft(self, state, dict.fromkeys(limits, 0))
                 return
             speaks = speaking == "always" or turn % 3 == 0
-            ask(self, state, dict.fromkeys(limits, 4 if speaks else 0))
+            draft(self, state, dict.fromkeys(limits, 4 if speaks else 0))
             if turn % 3 == 0:
                 tree = self.tree
                 probs = self.tree.node_probs
                 assert probs is not None
                 proposals[speaking, turn] = tree.tokens, tree.parent, probs
 
-        monkeypatch.setattr(DraftSource, "ask", silent)
+        monkeypatch.setattr(DraftSource, "draft", silent)
         # Nothing is sent, so both generations go the same way, token by token.
         for speaking in ("always", "sometimes"):  # noqa: B007 - read above
             # With blocks of more than one pair, or layers, what is fed together matters a little.
@@ -304,7 +304,7 @@ class TestAssistants:
         other = SpecAdapter("medusa", BaseModel.of(model), {}, {"w": torch.zeros(1)})
         save_adapter(tmp_path, other)
         cases: list[tuple[Any, str]] = [
-            ([], "names nothing"),
+            ([], "is empty"),
             (tmp_path, "method 'medusa'; known methods: disco, draft, falcon, sdsat"),
             (other, "method 'medusa'"),
             ([sdsat_adapter("llama")] * 2, "several SDSAT adapters"),

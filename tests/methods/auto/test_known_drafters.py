@@ -1,4 +1,4 @@
-"""The table of published drafters, and the page that is made of it."""
+"""The table of published drafters, and the page generated from it."""
 
 from __future__ import annotations
 

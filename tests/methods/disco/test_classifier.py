@@ -1,4 +1,4 @@
-"""DISCO's features against arithmetic by hand, and the classifier as an adapter."""
+"""DISCO's features against manual arithmetic, and the classifier as an adapter."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TestAdapter:
         adapter = classifier().to_adapter(BaseModel.of(build("llama")))
         for options, message in (
             ({"hidden_size": 3}, r"inner.bias is \(32,\), not \(3,\)"),
-            ({"features": ["entropy"]}, r"some features only \(\['entropy'\]\)"),
+            ({"features": ["entropy"]}, r"uses only some features \(\['entropy'\]\)"),
             ({"hidden_size": "wide"}, "hidden_size='wide'"),
         ):
             with pytest.raises(AssistantError, match=message):

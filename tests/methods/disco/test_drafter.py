@@ -1,4 +1,4 @@
-"""DISCO: each row stops where its classifier says, on chains, trees and graphs; what is refused."""
+"""DISCO: each row stops where its classifier decides, on chains, trees and graphs; errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training of DISCO's classifier: what is observed, what is learned, what the figures mean."""
+"""Training of DISCO's classifier: observations, fitting, and evaluation metrics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several shards, several forwards in each, several slices of each forward."""
     monkeypatch.setattr(answers, "SHARD_RESPONSES", 5)
     monkeypatch.setattr(answers, "FORWARD_TOKENS", 40)
-    monkeypatch.setattr(disco, "SPREAD_TOKENS", 7)
+    monkeypatch.setattr(disco, "CHUNK_TOKENS", 7)
 
 
 def learnable(count: int = 30, seed: int = 0) -> list[Observed]:

@@ -1,4 +1,4 @@
-"""Graph drafting end to end: exact output, merged nodes that are verified and accepted."""
+"""Graph drafting end to end: exact output, merged nodes are verified and accepted."""
 
 from __future__ import annotations
 

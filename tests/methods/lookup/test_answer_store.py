@@ -1,4 +1,4 @@
-"""The store of earlier answers and what is drafted from it, beside a slow reference."""
+"""The store of earlier answers and drafts from it, against a slow reference."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from hf_spec import LookupStore, OptionError
 from hf_spec.methods.lookup.answer_store import (
-    BETWEEN,
     LONGEST_MATCH,
     MIN_PROBABILITY,
-    Suggestion,
-    suggest,
+    SEPARATOR,
+    StoredDraft,
+    find_draft,
 )
 
 
@@ -22,7 +22,7 @@ def stored(store: LookupStore) -> list[list[int]]:
     """The answers in a store, oldest first."""
     answers: list[list[int]] = [[]]
     for token in store.text.tolist():
-        if token == BETWEEN:
+        if token == SEPARATOR:
             answers.append([])
         else:
             answers[-1].append(token)
@@ -79,7 +79,7 @@ class TestStore:
         store.serve(98)
         store.add([1, 2, 3])
         store.serve(98)
-        with pytest.raises(OptionError, match="vocabulary of 98 tokens, the model's has 97"):
+        with pytest.raises(OptionError, match="vocabulary of 98 tokens, but the model has 97"):
             store.serve(97)
         store.clear()
         store.serve(97)
@@ -91,7 +91,7 @@ class TestStore:
         def work() -> None:
             for answer in answers:
                 store.add(answer)
-                suggest(store.text, answer, 8, 8)
+                find_draft(store.text, answer, 8, 8)
 
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
@@ -103,9 +103,9 @@ class TestStore:
 
 def slowly(
     answers: list[list[int]], last: list[int], max_nodes: int, max_depth: int, min_match: int
-) -> Suggestion:
+) -> StoredDraft:
     """The same by counting in lists."""
-    best = Suggestion([], [], [])
+    best = StoredDraft([], [], [])
     for length in range(min_match, min(len(last), LONGEST_MATCH) + 1):
         rests = [
             answer[end:]
@@ -120,7 +120,7 @@ def slowly(
     return best
 
 
-def draft(rests: list[list[int]], max_nodes: int, max_depth: int) -> Suggestion:
+def draft(rests: list[list[int]], max_nodes: int, max_depth: int) -> StoredDraft:
     tokens, parents, probs, score = [], [], [], 0.0
     paths: list[tuple[int, ...]] = [()]
     reach = {(): 1.0}
@@ -144,7 +144,7 @@ def draft(rests: list[list[int]], max_nodes: int, max_depth: int) -> Suggestion:
         parents.append(paths.index(path[:-1]))
         probs.append(share)
         score += value
-    return Suggestion(tokens, parents, probs, score)
+    return StoredDraft(tokens, parents, probs, score)
 
 
 class TestSuggest:
@@ -160,7 +160,7 @@ class TestSuggest:
             end = generator.randint(1, len(source))
             last = [*[generator.randrange(tokens)] * 2, *source[max(0, end - 9) : end]]
             bounds = generator.randint(1, 9), generator.randint(1, 6), generator.randint(1, 3)
-            ours, theirs = suggest(store.text, last, *bounds), slowly(answers, last, *bounds)
+            ours, theirs = find_draft(store.text, last, *bounds), slowly(answers, last, *bounds)
             # Equally probable nodes may come in any order.
             assert ours.score == pytest.approx(theirs.score)
             assert len(ours.tokens) == len(ours.parents) == len(ours.probs)
@@ -169,10 +169,10 @@ class TestSuggest:
         assert found > 30
 
     def test_a_draft_is_as_long_as_the_match(self) -> None:
-        text = np.array([*range(50), BETWEEN], dtype=np.int32)
+        text = np.array([*range(50), SEPARATOR], dtype=np.int32)
         for length in (1, 3, 8):
             last = [99, *range(10, 10 + length)]
-            found = suggest(text, last, 40, 40)
+            found = find_draft(text, last, 40, 40)
             assert found.tokens == list(range(10 + length, 10 + 2 * length))
             assert found.parents == list(range(length))
 
@@ -180,7 +180,7 @@ class TestSuggest:
         store = LookupStore()
         for answer in ([1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2, 5]):
             store.add(answer)
-        found = suggest(store.text, [1, 2], 9, 9)
+        found = find_draft(store.text, [1, 2], 9, 9)
         assert found.tokens in ([3, 4], [3, 5])
         assert found.parents == [0, 0]
         assert found.probs == [0.5, 0.25]
@@ -189,12 +189,12 @@ class TestSuggest:
         store = LookupStore()
         store.add([1, 2])
         store.add([3, 4])
-        assert suggest(store.text, [1, 2], 9, 9).tokens == []
-        assert suggest(store.text, [2, 3], 9, 9).tokens == [4]
+        assert find_draft(store.text, [1, 2], 9, 9).tokens == []
+        assert find_draft(store.text, [2, 3], 9, 9).tokens == [4]
 
     def test_nothing_stored(self) -> None:
-        assert suggest(LookupStore().text, [1, 2], 9, 9).tokens == []
+        assert find_draft(LookupStore().text, [1, 2], 9, 9).tokens == []
 
     def test_no_room(self) -> None:
-        text = np.array([1, 2, 3, BETWEEN], dtype=np.int32)
-        assert suggest(text, [1], 9, 0).tokens == []
+        text = np.array([1, 2, 3, SEPARATOR], dtype=np.int32)
+        assert find_draft(text, [1], 9, 0).tokens == []

@@ -1,4 +1,4 @@
-"""Drafts from earlier answers: exact, better the second time, kept and dropped as they should."""
+"""Drafts from earlier answers: exact output, recording, and limits of the store."""
 
 from __future__ import annotations
 
@@ -160,11 +160,11 @@ class TestRefusals:
         store = LookupStore()
         generate(inputs(), spec_strategy="lookup", assistant=store)
         small = {"input_ids": torch.tensor([[1, 2, 3]])}
-        with pytest.raises(OptionError, match="vocabulary of 97 tokens, the model's has 8"):
+        with pytest.raises(OptionError, match="vocabulary of 97 tokens, but the model has 8"):
             tiny(0).generate(**small, max_new_tokens=2, spec_strategy="lookup", assistant=store)
 
     def test_two_stores(self) -> None:
-        with pytest.raises(AssistantError, match="2 stores"):
+        with pytest.raises(AssistantError, match="2 LookupStores"):
             generate(inputs(), spec_strategy="auto", assistant=[LookupStore(), LookupStore()])
 
     def test_a_flag_that_is_none(self) -> None:

@@ -1,4 +1,4 @@
-"""The lookup drafter: which occurrences become branches, in which order, and where it stops."""
+"""The lookup drafter: which matches become branches, in which order, and where it stops."""
 
 from __future__ import annotations
 
@@ -174,9 +174,9 @@ class TestPromptOnly:
         assert drafted[0] < drafted[1] or not sizes
 
     def test_answers_are_no_prompt(self) -> None:
-        with pytest.raises(OptionError, match="answers are no prompt"):
+        with pytest.raises(OptionError, match="exclude each other"):
             LookupConfig(prompt_only=True, across_answers=True)
-        with pytest.raises(OptionError, match="copies from no LookupStore"):
+        with pytest.raises(OptionError, match="cannot copy from a LookupStore"):
             tiny_models.build("llama").generate(
                 torch.tensor([[5, 6, 5]]),
                 max_new_tokens=2,

@@ -188,5 +188,5 @@ class TestRefused:
             HeadsConfig(tree="wide")
         with pytest.raises(OptionError, match="max_draft_tokens must be"):
             HeadsConfig(max_draft_tokens=0)
-        with pytest.raises(OptionError, match="asks a confidence head"):
+        with pytest.raises(OptionError, match="needs a confidence head"):
             HeadsConfig(length_policy="head")

@@ -1,4 +1,4 @@
-"""PARD: one pass predicts every place, and what it leaves is never taken for a token's."""
+"""PARD: one pass predicts all positions, and keys and values of masks are never reused."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from hf_spec.common.errors import OptionError
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
 from hf_spec.drafting import rank_tree
-from hf_spec.drafting.cost_model.cost_curves import straight
+from hf_spec.drafting.cost_model.cost_curves import interpolate
 from hf_spec.drafting.rank_tree import RankTree, best_tree
 from hf_spec.evaluation.bench.calibrate.falcon_rounds import (
     best_choice,
@@ -232,4 +232,4 @@ def bush(num_nodes: int, depth: int) -> RankTree:
 
 def _interpolate(table: dict[int, float], at: int) -> float:
     sizes, seconds = zip(*sorted(table.items()), strict=True)
-    return seconds[0] if len(sizes) == 1 else straight(sizes, seconds, at)
+    return seconds[0] if len(sizes) == 1 else interpolate(sizes, seconds, at)

@@ -1,7 +1,7 @@
-"""Draft models with a tokenizer of their own: the two tokenizers, and the drafter made with them.
+"""The draft model of a call and, if they differ, the tokenizers of target and draft model.
 
-`generate()` is given them as `tokenizer=` and `assistant_tokenizer=`, as in transformers. Where the
-assistant is named, a folder or a Hub id, they are loaded by the names of both models.
+They are passed to `generate()` as `tokenizer=` and `assistant_tokenizer=`, as in transformers. If
+the assistant is a folder or Hub id, both are loaded by the names of the models.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from hf_spec.methods.draft_model.loading import (
     read_draft_model,
     resolve_draft_model,
 )
-from hf_spec.methods.draft_model.other_tokenizer.drafter import make_translated
+from hf_spec.methods.draft_model.other_tokenizer.drafter import make_cross_tokenizer_drafter
 from hf_spec.methods.draft_model.other_tokenizer.text_tokens import TextTokens
-from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenPair
+from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenizerPair
 
 
 @dataclass(frozen=True)
-class Translated:
-    """An assistant that came with both tokenizers."""
+class AssistantWithTokenizers:
+    """An assistant that was passed with both tokenizers."""
 
     assistant: Any
     tokenizer: Any
     assistant_tokenizer: Any
 
 
-class Draft(NamedTuple):
-    """A draft model, with the tokenizers where they differ."""
+class LoadedDraft(NamedTuple):
+    """A draft model, and both tokenizers if they differ."""
 
     model: PreTrainedModel
-    pair: TokenPair | None = None
+    pair: TokenizerPair | None = None
 
     def drafter(
         self, config: DraftModelConfig, policy: LengthPolicy, target: PreTrainedModel
     ) -> DraftModelDrafter:
-        """What drafts with it."""
+        """Return a drafter that uses the model."""
         if self.pair is None:
             return DraftModelDrafter(config, self.model, policy, num_embeddings(target))
-        return make_translated(config, self.model, policy, self.pair)
+        return make_cross_tokenizer_drafter(config, self.model, policy, self.pair)
 
 
 def with_tokenizers(
     config: StrategyConfig, assistant: Any, tokenizer: Any, assistant_tokenizer: Any
 ) -> Any:
-    """The assistant of a call with the tokenizers that it gives; itself if it gives none for it.
+    """Return `assistant`, combined with the tokenizers if `assistant_tokenizer` is passed.
 
     Raises:
         OptionError: if the target's tokenizer is missing.
-        AssistantError: if there is not exactly one assistant that they are for.
+        AssistantError: if there is not exactly one assistant.
         UnsupportedError: if the strategy has no draft model.
     """
     if assistant_tokenizer is None:
@@ -69,58 +69,56 @@ def with_tokenizers(
     if not config.takes_tokenizers:
         raise UnsupportedError(
             f"assistant_tokenizer= cannot be combined with spec_strategy={config.strategy!r}, "
-            "whose drafts are made of the target's own tokens; leave it out, or choose 'draft', "
-            "'tree', 'gsd', 'disco' or 'auto'"
+            "which drafts the target's own tokens; leave it out, or use 'draft', 'tree', 'gsd', "
+            "'disco' or 'auto'"
         )
     if tokenizer is None:
-        raise OptionError(
-            "assistant_tokenizer= is given without the target's own; pass that, too: tokenizer="
-        )
+        raise OptionError("assistant_tokenizer= also needs the target's tokenizer; pass tokenizer=")
     if assistant is None or isinstance(assistant, (list, tuple)):
         raise AssistantError(
-            "assistant_tokenizer= is for one draft model, and assistant= has "
-            f"{'none' if assistant is None else len(assistant)}; give one, or name the folders of "
-            "several, where their tokenizers are found"
+            "assistant_tokenizer= is for one draft model, but assistant= has "
+            f"{'none' if assistant is None else len(assistant)}; pass one, or the folders of "
+            "several, from which their tokenizers are loaded"
         )
-    return Translated(assistant, tokenizer, assistant_tokenizer)
+    return AssistantWithTokenizers(assistant, tokenizer, assistant_tokenizer)
 
 
-def find_draft(strategy: str, assistant: Any, target: PreTrainedModel) -> Draft:
-    """The draft model of a call, and its tokenizers if they differ.
+def find_draft(strategy: str, assistant: Any, target: PreTrainedModel) -> LoadedDraft:
+    """Return the draft model of a call, and both tokenizers if they differ.
 
     Raises:
-        AssistantError: as `resolve_draft_model`, and if tokenizers are needed and cannot be loaded.
-        OptionError: if a tokenizer is not that of its model, or not a fast one.
+        AssistantError: as `resolve_draft_model`, and if tokenizers are needed but cannot be loaded.
+        OptionError: if a tokenizer does not fit its model, or is not a fast one.
     """
-    if isinstance(assistant, Translated):
+    if isinstance(assistant, AssistantWithTokenizers):
         model = read_draft_model(strategy, assistant.assistant, target)
-        return _paired(model, target, assistant.tokenizer, assistant.assistant_tokenizer)
+        return _with_pair(model, target, assistant.tokenizer, assistant.assistant_tokenizer)
     if not isinstance(assistant, (str, os.PathLike)):
-        return Draft(resolve_draft_model(strategy, assistant, target))
+        return LoadedDraft(resolve_draft_model(strategy, assistant, target))
     model = read_draft_model(strategy, assistant, target)
     if has_targets_size(model, target):
-        return Draft(model)
+        return LoadedDraft(model)
     names = str(target.config.name_or_path), os.fspath(assistant)
     key = ("tokenizers", *names)
-    tokenizers = cached_per_model(target, key, lambda: [_tokenizer(name) for name in names])
-    return _paired(model, target, *tokenizers)
+    tokenizers = cached_per_model(target, key, lambda: [_load_tokenizer(name) for name in names])
+    return _with_pair(model, target, *tokenizers)
 
 
-def _paired(
+def _with_pair(
     model: PreTrainedModel, target: PreTrainedModel, tokenizer: Any, assistant_tokenizer: Any
-) -> Draft:
-    def make() -> TokenPair:
-        return TokenPair(
+) -> LoadedDraft:
+    def make() -> TokenizerPair:
+        return TokenizerPair(
             TextTokens(tokenizer, num_embeddings(target), "tokenizer"),
             TextTokens(assistant_tokenizer, num_embeddings(model), "assistant_tokenizer"),
         )
 
     sizes = len(tokenizer), len(assistant_tokenizer), num_embeddings(model)
     pair = cached_per_model(target, ("tokens", tokenizer, assistant_tokenizer, *sizes), make)
-    return Draft(model, None if pair.same else pair)
+    return LoadedDraft(model, None if pair.identical else pair)
 
 
-def _tokenizer(name: str) -> Any:
+def _load_tokenizer(name: str) -> Any:
     place = Place(name) if os.path.isdir(name) else Place.of(name)
     try:
         return load_named(

@@ -1,4 +1,4 @@
-"""A sequence of the target's tokens as the draft model's, kept up to date as it grows."""
+"""A target token sequence in the draft model's tokens, updated incrementally as it grows."""
 
 from __future__ import annotations
 
@@ -6,106 +6,108 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from hf_spec.methods.draft_model.other_tokenizer.text_tokens import (
-    BROKEN,
     CONTEXT_TOKENS,
-    Piece,
+    REPLACEMENT,
+    TokenSpan,
     context_start,
 )
-from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenPair
+from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenizerPair
 
-# Characters at the end of a text whose tokens may change when it goes on.
-UNSETTLED = 64
-# Tokens that wait for the rest of a character. It has four bytes at most, but some tokens end in
-# the middle of one and begin in the middle of another.
-MOST_WAITING = 16
+# Characters at the end of a text whose tokens may change when the text grows.
+UNSTABLE_CHARACTERS = 64
+# Most tokens that are held back until their character is complete. A character has at most four
+# bytes, but some tokens end inside one and begin inside another.
+MOST_INCOMPLETE = 16
 
 
 class DraftText:
     """The text of one row.
 
-    Special tokens are taken over by name and split the text into runs, of which the newest grows.
-    Only the end of it is encoded again.
+    Special tokens are mapped by name and divide the text into segments. Only the end of the last
+    segment is encoded again when it grows.
 
     Attributes:
-        text: of the newest run.
-        unfinished: newest tokens of the target that are no whole character yet; neither `text` nor
-            `ids` has them.
+        text: the last segment.
+        incomplete: last target tokens that are not a whole character yet; they are neither in
+            `text` nor in `ids`.
     """
 
-    def __init__(self, pair: TokenPair):
+    def __init__(self, pair: TokenizerPair):
         self._pair = pair
-        self._read = 0
-        self._settled = list(pair.draft.opening)
-        self._begin_run()
+        self._num_read = 0
+        # Draft model tokens of all earlier segments.
+        self._finished_ids = list(pair.draft.prefix_ids)
+        self._begin_segment()
 
     @property
     def ids(self) -> list[int]:
-        """The draft model's tokens of all that was read."""
-        return self._settled + [piece.token for piece in self._pieces]
+        """The draft model's tokens of the whole text."""
+        return self._finished_ids + [span.token for span in self._spans]
 
     @property
-    def newest(self) -> list[int]:
-        """The last few of the newest run, after which others are decoded."""
-        return [piece.token for piece in self._pieces[-CONTEXT_TOKENS:]]
+    def context(self) -> list[int]:
+        """The last tokens of the last segment, as context for decoding."""
+        return [span.token for span in self._spans[-CONTEXT_TOKENS:]]
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """Take in what is new of a row's `tokens`; the draft model's tokens of all of them."""
-        special = self._pair.target.special
-        start = self._read
-        for place in range(start, len(tokens)):
-            if tokens[place] in special:
-                self._extend(tokens[start:place])
-                self._end_run(tokens[place])
-                start = place + 1
+        """Read the new part of a row's `tokens`; return the draft model's tokens of all of them."""
+        special = self._pair.target.special_ids
+        start = self._num_read
+        for index in range(start, len(tokens)):
+            if tokens[index] in special:
+                self._extend(tokens[start:index])
+                self._end_segment(tokens[index])
+                start = index + 1
         self._extend(tokens[start:])
-        self._read = len(tokens)
+        self._num_read = len(tokens)
         return self.ids
 
-    def _begin_run(self) -> None:
+    def _begin_segment(self) -> None:
         self.text = ""
-        self.unfinished: list[int] = []
+        self.incomplete: list[int] = []
         self._recent: list[int] = []
-        self._pieces: list[Piece] = []
+        self._spans: list[TokenSpan] = []
 
-    def _end_run(self, special: int) -> None:
-        self._settled = self.ids
-        ours = self._pair.special.get(special)
-        # The draft model's text has been opened by its own tokenizer.
-        opened = self._settled == self._pair.draft.opening and ours in self._settled
-        if ours is not None and not opened:
-            self._settled.append(ours)
-        self._begin_run()
+    def _end_segment(self, special: int) -> None:
+        self._finished_ids = self.ids
+        draft_id = self._pair.special_ids.get(special)
+        # The draft model's tokenizer has already added its own prefix.
+        at_start = self._finished_ids == self._pair.draft.prefix_ids
+        is_prefix = at_start and draft_id in self._finished_ids
+        if draft_id is not None and not is_prefix:
+            self._finished_ids.append(draft_id)
+        self._begin_segment()
 
     def _extend(self, tokens: Sequence[int]) -> None:
         if not tokens:
             return
         target = self._pair.target
-        waiting = [*self.unfinished, *tokens]
-        text = target.go_on(self._recent, waiting)
-        whole = len(waiting)
-        while text.endswith(BROKEN) and whole and len(waiting) - whole < MOST_WAITING:
-            whole -= 1
-            text = target.go_on(self._recent, waiting[:whole])
-        if text.endswith(BROKEN):
-            # These bytes are no character.
-            whole, text = len(waiting), target.go_on(self._recent, waiting)
-        self.unfinished = waiting[whole:]
-        self._recent = [*self._recent, *waiting[:whole]][-CONTEXT_TOKENS:]
+        pending = [*self.incomplete, *tokens]
+        text = target.decode_after(self._recent, pending)
+        count = len(pending)
+        while text.endswith(REPLACEMENT) and count and len(pending) - count < MOST_INCOMPLETE:
+            count -= 1
+            text = target.decode_after(self._recent, pending[:count])
+        if text.endswith(REPLACEMENT):
+            # These bytes are not a character.
+            count, text = len(pending), target.decode_after(self._recent, pending)
+        self.incomplete = pending[count:]
+        self._recent = [*self._recent, *pending[:count]][-CONTEXT_TOKENS:]
         if text:
-            settled = len(self.text) - UNSETTLED
+            stable_end = len(self.text) - UNSTABLE_CHARACTERS
             self.text += text
-            self._encode(settled)
+            self._encode(stable_end)
 
-    def _encode(self, settled: int) -> None:
-        """Encode the text again from where it may have changed, after so many characters."""
-        kept = bisect_right(self._pieces, settled, key=_end)
-        border = self._pieces[kept - 1].end if kept else 0
+    def _encode(self, stable_end: int) -> None:
+        """Encode the text again after the tokens that end before `stable_end`."""
+        num_stable = bisect_right(self._spans, stable_end, key=_end)
+        border = self._spans[num_stable - 1].end if num_stable else 0
         start = context_start(self.text, border)
-        pieces = self._pair.draft.encode(self.text[start:])
-        new = [Piece(p.token, p.start + start, p.end + start) for p in pieces]
-        # By the ends: some tokenizers leave spaces out of what a token stands for.
-        self._pieces[kept:] = [piece for piece in new if not kept or piece.end > border]
+        spans = self._pair.draft.encode(self.text[start:])
+        new = [TokenSpan(s.token, s.start + start, s.end + start) for s in spans]
+        # Compare ends, because some tokenizers exclude spaces from the range of a token.
+        self._spans[num_stable:] = [s for s in new if not num_stable or s.end > border]
 
 
-def _end(piece: Piece) -> int:
-    return piece.end
+def _end(span: TokenSpan) -> int:
+    return span.end

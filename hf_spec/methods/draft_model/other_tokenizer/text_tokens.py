@@ -1,8 +1,8 @@
-"""Text and token ids, one tokenizer in both directions, for texts that grow a piece at a time.
+"""A tokenizer in both directions, for texts that grow piece by piece.
 
-Decoders and encoders treat the beginning of a text otherwise than its middle, so pieces are decoded
-and encoded with some of what stands before them. What comes out may differ from the whole text's
-in rare places; drafts are made of it, never output.
+Tokenizers treat the beginning of a text differently from its middle. So pieces are decoded and
+encoded with some context in front. In rare cases the result differs from that of the whole text; it
+is used for drafts, never for output.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from hf_spec.common.errors import OptionError
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS
 
-# Tokens that are decoded, and characters that are encoded, in front of a piece.
+# Tokens of context when decoding, and characters of context when encoding.
 CONTEXT_TOKENS, CONTEXT_CHARACTERS = 8, 32
-# What a tokenizer writes for bytes that are no whole character.
-BROKEN = "\N{REPLACEMENT CHARACTER}"
+# Decoders return this for bytes that are not a whole character.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A token of a text, with the characters that it stands for."""
+class TokenSpan:
+    """A token of a text and its character range [start, end)."""
 
     token: int
     start: int
@@ -32,80 +32,91 @@ class Piece:
 
 
 class TextTokens:
-    """A tokenizer that belongs to a model with `size` embeddings.
+    """Tokenizer of a model.
 
-    Errors call it `name`, the argument that it was given as.
+    Args:
+        tokenizer: a fast tokenizer.
+        size: number of embeddings of the model.
+        name: argument name of the tokenizer, for error messages.
 
     Attributes:
-        special: ids of tokens that stand for no text.
-        opening: ids that the tokenizer puts before every text.
+        special_ids: ids of tokens without text.
+        prefix_ids: ids that the tokenizer adds in front of every text.
+
+    Raises:
+        OptionError: if the tokenizer is not a fast one, or does not fit the model.
     """
 
     def __init__(self, tokenizer: Any, size: int, name: str):
         if not getattr(tokenizer, "is_fast", False):
             raise OptionError(
-                f"{name}= of type {type(tokenizer).__name__} does not say which characters a token "
-                "stands for; pass a fast tokenizer, as AutoTokenizer loads it"
+                f"{name}= of type {type(tokenizer).__name__} does not provide the character ranges "
+                "of tokens; pass a fast tokenizer, as AutoTokenizer loads it"
             )
-        # Rows of an embedding are rounded up, and some tokenizers know a token more than a model.
+        # Embeddings may be padded, and some tokenizers have a token more than the model.
         if abs(len(tokenizer) - size) > max(PADDED_ROWS, size // 8):
             raise OptionError(
                 f"{name}= has {len(tokenizer)} tokens and its model {size}; pass the tokenizer "
-                "that belongs to the model"
+                "of the model"
             )
         self.tokenizer = tokenizer
         self.size = size
-        added = tokenizer.added_tokens_decoder.items()
-        self.special = {*tokenizer.all_special_ids, *(token for token, one in added if one.special)}
+        extra = tokenizer.added_tokens_decoder.items()
+        self.special_ids = {
+            *tokenizer.all_special_ids,
+            *(token for token, added in extra if added.special),
+        }
         plain = self._encode(["a"], False)["input_ids"][0]
         framed = self._encode(["a"], True)["input_ids"][0]
         added_around = framed[: len(framed) - len(plain)]
-        self.opening: list[int] = list(takewhile(self.special.__contains__, added_around))
+        self.prefix_ids: list[int] = list(takewhile(self.special_ids.__contains__, added_around))
 
     @cached_property
-    def letter(self) -> int | None:
-        """A token that stands for a letter; None if the tokenizer has none for it."""
-        pieces = self.encode("a")
-        return pieces[-1].token if pieces else None
+    def letter_id(self) -> int | None:
+        """Id of a token that ends in a letter; None if the tokenizer has none."""
+        spans = self.encode("a")
+        return spans[-1].token if spans else None
 
-    def encode(self, text: str) -> list[Piece]:
-        """The tokens of `text`, of those that the model has."""
+    def encode(self, text: str) -> list[TokenSpan]:
+        """Return the tokens of `text`, without those that the model lacks."""
         return self.encode_all([text])[0] if text else []
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[Piece]]:
-        """The same of several texts, none of them empty."""
+    def encode_all(self, texts: Sequence[str]) -> list[list[TokenSpan]]:
+        """Encode several non-empty texts, see `encode`."""
         if not texts:
             return []
-        found = self._encode(texts, False)
+        encoded = self._encode(texts, False)
         return [
             [
-                Piece(token, *span)
+                TokenSpan(token, *span)
                 for token, span in zip(ids, spans, strict=True)
                 if token < self.size
             ]
-            for ids, spans in zip(found["input_ids"], found["offset_mapping"], strict=True)
+            for ids, spans in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         ]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, as at the beginning of a text; special ones have none."""
+        """Return the text of tokens at the beginning of a text, without special tokens."""
         return str(self.tokenizer.backend_tokenizer.decode(list(tokens)))
 
-    def decode_all(self, texts: list[list[int]]) -> list[str]:
-        """The same of many texts at once."""
-        # In one call of compiled code: a vocabulary may have a quarter of a million tokens.
-        found: list[str] = self.tokenizer.backend_tokenizer.decode_batch(texts)
-        return found
+    def decode_all(self, sequences: list[list[int]]) -> list[str]:
+        """Decode many token sequences in one call, see `decode`."""
+        # A single call into compiled code: a vocabulary may have 250,000 tokens.
+        texts: list[str] = self.tokenizer.backend_tokenizer.decode_batch(sequences)
+        return texts
 
-    def go_on(self, before: Sequence[int], tokens: Sequence[int]) -> str:
-        """The text of `tokens` after other ones."""
-        return self.go_on_all(before, [tokens])[0]
+    def decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
+        """Return the text of `tokens` after the tokens `before`."""
+        return self.decode_all_after(before, [tokens])[0]
 
-    def go_on_all(self, before: Sequence[int], stretches: Sequence[Sequence[int]]) -> list[str]:
-        """The same of several stretches of tokens, each after the same ones."""
+    def decode_all_after(
+        self, before: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> list[str]:
+        """Return the text of each continuation after the tokens `before`."""
         context = before[-CONTEXT_TOKENS:]
-        known = self.decode(context)
-        texts = [self.decode([*context, *tokens]) for tokens in stretches]
-        return [text[common_length(known, text) :] for text in texts]
+        context_text = self.decode(context)
+        texts = [self.decode([*context, *tokens]) for tokens in continuations]
+        return [text[common_length(context_text, text) :] for text in texts]
 
     def _encode(self, texts: Sequence[str], special: bool) -> Any:
         return self.tokenizer(
@@ -121,16 +132,16 @@ class TextTokens:
 
 
 def common_length(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many elements two sequences have in common at their beginning."""
+    """Return the length of the longest common prefix of two sequences."""
     shorter = min(len(first), len(second))
     if first[:shorter] == second[:shorter]:
         return shorter
     pairs = enumerate(zip(first, second, strict=False))
-    return next(place for place, (a, b) in pairs if a != b)
+    return next(index for index, (a, b) in pairs if a != b)
 
 
 def context_start(text: str, end: int) -> int:
-    """Where to begin encoding for what stands at `end`: in front of a word, where there is one."""
+    """Return where to begin encoding to get the tokens at `end`: before a word if possible."""
     start = max(0, end - CONTEXT_CHARACTERS)
     space = text.rfind(" ", max(0, start - CONTEXT_CHARACTERS), start)
     return start if space < 0 else space

@@ -1,9 +1,9 @@
-"""Two vocabularies: which tokens of one are the same text as which of the other.
+"""Two vocabularies, and the tokens that represent the same text in both.
 
-Tokenizers write one text in different ways: a space before a word is "Ġ", "▁" or nothing, and it is
-the inside of a word that is marked. So tokens are compared by what they are decoded to after a
-letter. Parts of characters, which have no text, are compared by name. (The shared vocabulary is
-that of TLI: Timor et al. 2025, arXiv 2502.05202, which compares names.)
+Tokenizers write the same text differently: the space before a word is "Ġ", "▁" or implicit, in
+which case the inside of words is marked. So tokens are compared by their decoded text after a
+letter. Parts of characters have no text and are compared by name. TLI compares names only (Timor et
+al. 2025, arXiv 2502.05202).
 """
 
 from __future__ import annotations
@@ -15,65 +15,71 @@ import torch
 from torch import Tensor
 
 from hf_spec.common.errors import AssistantError
-from hf_spec.methods.draft_model.other_tokenizer.text_tokens import BROKEN, TextTokens
+from hf_spec.methods.draft_model.other_tokenizer.text_tokens import REPLACEMENT, TextTokens
 
 
 @dataclass(frozen=True, eq=False)
-class TokenPair:
-    """The target's tokenizer and the draft model's."""
+class TokenizerPair:
+    """The tokenizers of target and draft model."""
 
     target: TextTokens
     draft: TextTokens
 
     @property
-    def same(self) -> bool:
-        """Whether both give the same id to the same token."""
+    def identical(self) -> bool:
+        """True if both vocabularies have the same ids."""
         target, draft = self.target.tokenizer, self.draft.tokenizer
         return len(target) == len(draft) and target.get_vocab() == draft.get_vocab()
 
     @cached_property
-    def special(self) -> dict[int, int]:
-        """Target id -> draft id of special tokens of the same name, and of those that end."""
-        named = {self.draft.tokenizer.convert_ids_to_tokens(t): t for t in self.draft.special}
-        found = {}
-        for token in sorted(self.target.special):
+    def special_ids(self) -> dict[int, int]:
+        """Target id -> draft id of special tokens with the same name, and of the EOS tokens."""
+        draft_ids = {
+            self.draft.tokenizer.convert_ids_to_tokens(t): t for t in self.draft.special_ids
+        }
+        pairs = {}
+        for token in sorted(self.target.special_ids):
             name = self.target.tokenizer.convert_ids_to_tokens(token)
-            if name in named:
-                found[token] = named[name]
-        ends = self.target.tokenizer.eos_token_id, self.draft.tokenizer.eos_token_id
-        if None not in ends:
-            found[ends[0]] = ends[1]
-        sizes = self.target.size, self.draft.size
-        return {a: b for a, b in found.items() if a < sizes[0] and b < sizes[1]}
+            if name in draft_ids:
+                pairs[token] = draft_ids[name]
+        eos = self.target.tokenizer.eos_token_id, self.draft.tokenizer.eos_token_id
+        if None not in eos:
+            pairs[eos[0]] = eos[1]
+        return {a: b for a, b in pairs.items() if a < self.target.size and b < self.draft.size}
 
     @property
     def coverage(self) -> float:
-        """Share of the target's tokens that the draft model has, too."""
-        return len(self._equal) / len(self.target.tokenizer)
+        """Share of the target's tokens that the draft model also has."""
+        return len(self._same_text) / len(self.target.tokenizer)
 
     @cached_property
-    def common(self) -> TokenMap:
-        """The tokens that both have.
+    def shared(self) -> TokenMap:
+        """The tokens of both vocabularies.
 
         Raises:
             AssistantError: if there are none.
         """
-        if not self._equal:
+        if not self._same_text:
             raise AssistantError(
                 "the tokenizers of target and draft model have no token in common; use "
                 "translation='text'"
             )
-        return TokenMap({**self._equal, **self.special}, self.target.size)
+        return TokenMap({**self._same_text, **self.special_ids}, self.target.size)
 
     @cached_property
-    def _equal(self) -> dict[int, int]:
-        """Target id -> draft id of tokens of the same text."""
-        draft, target = _by_text(self.draft), _by_text(self.target)
+    def _same_text(self) -> dict[int, int]:
+        """Target id -> draft id of tokens with the same text."""
+        draft, target = _ids_by_text(self.draft), _ids_by_text(self.target)
         return {token: draft[text] for text, token in target.items() if text in draft}
 
 
 class TokenMap:
-    """Target id -> draft id of the tokens that two vocabularies share; `size` is the target's."""
+    """Map between the shared tokens of two vocabularies.
+
+    Attributes:
+        pairs: target id -> draft id.
+        size: V, the target's vocabulary size.
+    """
 
     def __init__(self, pairs: dict[int, int], size: int):
         self.pairs = pairs
@@ -81,47 +87,44 @@ class TokenMap:
         self._ids = torch.tensor([list(pairs), list(pairs.values())])
 
     def to_draft(self, token: int) -> int:
-        """The draft model's id of a token of the target; any where it has none."""
+        """Return the draft model's id of a target token; 0 if it is not shared."""
         return self.pairs.get(token, 0)
 
-    def spread(self, logits: Tensor) -> Tensor:
-        """(..., V) logits of the target's tokens from the draft model's, -inf where it has none."""
-        target_ids, draft_ids = self._on(logits.device)
+    def to_target_logits(self, logits: Tensor) -> Tensor:
+        """Return (..., V) logits over the target's tokens, -inf where they are not shared."""
+        if self._ids.device != logits.device:
+            self._ids = self._ids.to(logits.device)
+        target_ids, draft_ids = self._ids
         spread = logits.new_full((*logits.shape[:-1], self.size), float("-inf"))
         spread[..., target_ids] = logits[..., draft_ids]
         return spread
 
-    def _on(self, device: torch.device) -> Tensor:
-        if self._ids.device != device:
-            self._ids = self._ids.to(device)
-        return self._ids
 
-
-def _by_text(tokens: TextTokens) -> dict[str, int]:
-    """Text of a token after a letter -> its id; names of parts of characters, marked, as well."""
-    if tokens.letter is None:
+def _ids_by_text(tokens: TextTokens) -> dict[str, int]:
+    """Return decoded text after a letter -> id; parts of characters by their marked name."""
+    if tokens.letter_id is None:
         return {}
     names = tokens.tokenizer.convert_ids_to_tokens(range(min(len(tokens.tokenizer), tokens.size)))
-    known = tokens.decode([tokens.letter])
-    plain = [
+    letter = tokens.decode([tokens.letter_id])
+    with_text = [
         token
         for token, name in enumerate(names)
-        if name is not None and token not in tokens.special and not _is_byte(name)
+        if name is not None and token not in tokens.special_ids and not _is_byte(name)
     ]
-    texts = tokens.decode_all([[tokens.letter, token] for token in plain])
-    found: dict[str, int] = {}
-    for token, text in zip(plain, texts, strict=True):
-        said = text[len(known) :] if text.startswith(known) else ""
-        key = BROKEN + names[token] if BROKEN in said else said
+    texts = tokens.decode_all([[tokens.letter_id, token] for token in with_text])
+    ids: dict[str, int] = {}
+    for token, text in zip(with_text, texts, strict=True):
+        own_text = text[len(letter) :] if text.startswith(letter) else ""
+        key = REPLACEMENT + names[token] if REPLACEMENT in own_text else own_text
         if key:
-            # Of several that are written alike the first is the usual one.
-            found.setdefault(key, token)
+            # Of several tokens with the same text the first is the usual one.
+            ids.setdefault(key, token)
     for token, name in enumerate(names):
         if name is not None and _is_byte(name):
-            found.setdefault(BROKEN + name, token)
-    return found
+            ids.setdefault(REPLACEMENT + name, token)
+    return ids
 
 
 def _is_byte(name: str) -> bool:
-    """Whether a token is one that stands for a byte, as in SentencePiece: <0x0A>."""
+    """Return True for the name of a byte token of SentencePiece, such as <0x0A>."""
     return len(name) == len("<0x0A>") and name.startswith("<0x") and name.endswith(">")

@@ -1,4 +1,4 @@
-"""The tokenizers of a call: which are needed, which are loaded, what is refused."""
+"""The tokenizers of a call: when they are needed, how they are loaded, and errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import hf_spec
 from hf_spec import AssistantError, DiscoConfig, DraftConfig, OptionError, UnsupportedError
-from hf_spec.methods.draft_model.other_tokenizer.assistant import Draft, find_draft
+from hf_spec.methods.draft_model.other_tokenizer.assistant import LoadedDraft, find_draft
 from tests.other_tokenizers import batch, bpe, learned, random_model, unigram, wordpiece
 from tests.tiny_models import disco_adapter
 
@@ -30,7 +30,7 @@ def refused(error: type[Exception], match: str, **options: Any) -> None:
 
 class TestRefusals:
     def test_one_tokenizer(self) -> None:
-        refused(OptionError, "pass that, too: tokenizer=", assistant_tokenizer=unigram())
+        refused(OptionError, "pass tokenizer=", assistant_tokenizer=unigram())
         refused(
             AssistantError, "both tokenizers: tokenizer=, assistant_tokenizer=", tokenizer=bpe()
         )
@@ -48,7 +48,7 @@ class TestRefusals:
 
     def test_several_assistants(self) -> None:
         several = [learned("unigram"), learned("bpe")]
-        refused(AssistantError, "has 2; give one", **BOTH, spec_strategy="auto", assistant=several)
+        refused(AssistantError, "has 2; pass one", **BOTH, spec_strategy="auto", assistant=several)
         refused(AssistantError, "has none", **BOTH, spec_strategy="auto", assistant=None)
 
     def test_a_classifier_without_its_name(self) -> None:
@@ -137,6 +137,6 @@ class TestNamedAssistants:
 
 def test_a_model_of_the_targets_own_vocabulary_needs_none() -> None:
     found = find_draft("draft", learned("bpe"), learned("bpe"))
-    assert found == Draft(learned("bpe"))
+    assert found == LoadedDraft(learned("bpe"))
     with pytest.raises(AssistantError, match="vocabulary has"):
         find_draft("draft", random_model(wordpiece()), learned("bpe"))

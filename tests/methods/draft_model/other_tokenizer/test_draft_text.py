@@ -1,4 +1,4 @@
-"""A growing sequence of the target's tokens in those of the draft model."""
+"""A growing target sequence in the draft model's tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_spec.methods.draft_model.other_tokenizer.draft_text import MOST_WAITING, DraftText
+from hf_spec.methods.draft_model.other_tokenizer.draft_text import MOST_INCOMPLETE, DraftText
 from tests.other_tokenizers import KINDS, SENTENCE, TEXTS, bpe, pair, subset, unigram, wordpiece
 
 
@@ -31,7 +31,7 @@ def test_however_it_grows_it_is_what_encoding_it_at_once_gives(draft: str, text:
             found = grown.read(tokens[:read])
             assert text.startswith(grown.text)
         assert grown.text == text
-        assert found == [*both.draft.opening, *ids(other, text)]
+        assert found == [*both.draft.prefix_ids, *ids(other, text)]
 
 
 def test_parts_of_a_character_wait() -> None:
@@ -41,9 +41,9 @@ def test_parts_of_a_character_wait() -> None:
     text = DraftText(both)
     for read in range(1, len(parts)):
         assert text.read([*before, *parts[:read]]) == [1, *ids(unigram(), "the")]
-        assert text.unfinished == parts[:read]
+        assert text.incomplete == parts[:read]
     assert text.read([*before, *parts]) == [1, *ids(unigram(), "the🙂")]
-    assert text.unfinished == []
+    assert text.incomplete == []
 
 
 def test_bytes_that_are_no_character_do_not_wait_for_ever() -> None:
@@ -52,7 +52,7 @@ def test_bytes_that_are_no_character_do_not_wait_for_ever() -> None:
     text = DraftText(both)
     for length in range(1, 40):
         text.read([lone] * length)
-        assert len(text.unfinished) <= MOST_WAITING
+        assert len(text.incomplete) <= MOST_INCOMPLETE
     text.read([lone] * 39 + ids(subset(), " the fox"))
     assert text.text.endswith(" the fox")
 
@@ -66,7 +66,7 @@ class TestSpecialTokens:
 
     def test_no_text_opens_twice(self) -> None:
         both = pair(unigram(), unigram(80))
-        assert both.special[1] == 1
+        assert both.special_ids[1] == 1
         assert DraftText(both).read([1, *ids(unigram(), "the fox")])[:2] != [1, 1]
 
     def test_the_same_token_by_token(self) -> None:

@@ -1,4 +1,4 @@
-"""Draft models with another tokenizer: exact whatever they draft, and good drafts are accepted."""
+"""Draft models with another tokenizer: output is exact, and good drafts are accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_spec import DraftConfig, GsdConfig, OptionError, TreeConfig
 from hf_spec.drafting.length_policy import make_policy
 from hf_spec.engine.decode import drafter as drafter_module
 from hf_spec.engine.runner import ModelRunner
-from hf_spec.methods.draft_model.other_tokenizer.drafter import make_translated
+from hf_spec.methods.draft_model.other_tokenizer.drafter import make_cross_tokenizer_drafter
 from tests import test_distribution as chi
 from tests.biased_rules import NoResidual, RedrawnBonus
 from tests.model_watch import snapshot
@@ -128,7 +128,9 @@ class TestIdentity:
     def test_transformers_loop_takes_its_candidates(self, translation: str) -> None:
         config = DraftConfig(max_draft_tokens=5, translation=translation).resolve(measures=False)
         policy = make_policy(config, learned("bpe"))
-        drafter = make_translated(config, learned("subset"), policy, pair(bpe(), subset()))
+        drafter = make_cross_tokenizer_drafter(
+            config, learned("subset"), policy, pair(bpe(), subset())
+        )
         text = bpe()(PROMPTS[1], return_tensors="pt").input_ids
         for _ in range(3):
             candidates, _ = drafter.get_candidates(text)

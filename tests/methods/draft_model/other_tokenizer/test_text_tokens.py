@@ -1,4 +1,4 @@
-"""One tokenizer in both directions, a piece at a time."""
+"""One tokenizer in both directions, piece by piece."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def test_pieces_say_which_characters_they_stand_for(kind: str) -> None:
 def test_a_text_that_is_decoded_piece_by_piece_is_whole(kind: str) -> None:
     tokens = tokens_of(KINDS[kind]())
     ids = [piece.token for piece in tokens.encode(TEXTS[0])]
-    said = "".join(tokens.go_on(ids[:at], ids[at : at + 3]) for at in range(0, len(ids), 3))
+    said = "".join(tokens.decode_after(ids[:at], ids[at : at + 3]) for at in range(0, len(ids), 3))
     assert said == tokens.decode(ids)
 
 
 def test_what_opens_a_text() -> None:
-    assert tokens_of(bpe()).opening == []
-    assert tokens_of(unigram()).opening == [1]
-    assert tokens_of(wordpiece()).opening == [1]
+    assert tokens_of(bpe()).prefix_ids == []
+    assert tokens_of(unigram()).prefix_ids == [1]
+    assert tokens_of(wordpiece()).prefix_ids == [1]
 
 
 def test_special_tokens_have_no_text() -> None:
     tokens = tokens_of(bpe())
-    assert tokens.special == {0, 1, 2, 3}
+    assert tokens.special_ids == {0, 1, 2, 3}
     assert tokens.decode([3, *(p.token for p in tokens.encode("the fox")), 2]) == "the fox"
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of two vocabularies are the same text."""
+"""Tokens of two vocabularies with the same text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.other_tokenizers import KINDS, bpe, letters, pair, subset, unigram, w
 
 
 def names(target: Any, draft: Any) -> dict[str, str]:
-    found = pair(target, draft).common.pairs
+    found = pair(target, draft).shared.pairs
     return dict(
         zip(
             target.convert_ids_to_tokens(list(found)),
@@ -45,10 +45,10 @@ class TestCommonTokens:
             return
         ours, theirs = KINDS[target](), KINDS[draft]()
         both = pair(ours, theirs)
-        for a, b in both.common.pairs.items():
-            if a not in both.special:
+        for a, b in both.shared.pairs.items():
+            if a not in both.special_ids:
                 sides = (both.target, a), (both.draft, b)
-                said = [side.go_on([side.letter], [token]) for side, token in sides]
+                said = [side.decode_after([side.letter_id], [token]) for side, token in sides]
                 assert said[0] == said[1]
 
     def test_a_part_of_a_vocabulary_is_common_as_a_whole(self) -> None:
@@ -70,7 +70,7 @@ class TestCommonTokens:
     def test_nothing_in_common(self) -> None:
         both = pair(letters("a", "b"), letters("c", "d"))
         with pytest.raises(AssistantError, match="no token in common; use translation='text'"):
-            _ = both.common
+            _ = both.shared
 
 
 def test_how_much_of_the_target_is_covered() -> None:
@@ -80,16 +80,18 @@ def test_how_much_of_the_target_is_covered() -> None:
 
 class TestSame:
     def test_one_vocabulary(self) -> None:
-        assert pair(bpe(), bpe()).same
+        assert pair(bpe(), bpe()).identical
 
     @pytest.mark.parametrize("draft", [unigram, wordpiece, subset])
     def test_two(self, draft: Any) -> None:
-        assert not pair(bpe(), draft()).same
+        assert not pair(bpe(), draft()).identical
 
 
 def test_logits_are_put_where_the_target_has_the_token() -> None:
     common = TokenMap({4: 0, 1: 2}, 6)
-    spread = common.spread(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.bfloat16))
+    spread = common.to_target_logits(
+        torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.bfloat16)
+    )
     no = float("-inf")
     assert spread.tolist() == [[no, 3.0, no, no, 1.0, no], [no, 6.0, no, no, 4.0, no]]
     assert spread.dtype == torch.bfloat16
