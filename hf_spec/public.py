@@ -1,4 +1,4 @@
-"""What `hf_spec` itself exports; importing it enables `spec_strategy=` and `assistant=`."""
+"""Public names of `hf_spec`; importing this module enables `spec_strategy=` and `assistant=`."""
 
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.backend.cpu.packed_weights import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing

@@ -113,7 +113,7 @@ def recognize(config: Mapping[str, Any]) -> str | None:
 
     Families are "eagle3", "peagle", "eagle", "dflash", "dspark", "mtp", "medusa", "mlp_speculator",
     "gemma4_assistant", "pard", those of `UNSUPPORTED`, and `MTP_INSIDE`. A plain Llama of one layer
-    is "eagle"; only its tensors tell it from a model.
+    is "eagle"; only its tensors distinguish it from a model.
     """
     architectures = config.get("architectures")
     names = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""

@@ -3,7 +3,7 @@
 ===============  ================  ======================  =============================  =========
 strategy         place             paper                   who drafts                     training
 ===============  ================  ======================  =============================  =========
-none             none.py           -                       nobody, a baseline             -
+none             none.py           -                       no drafting, a baseline        -
 lookup           lookup/           arXiv 2304.04487        n-grams of the text            -
 draft            draft_model/      arXiv 2211.17192        a draft model, a chain         optional
 tree             draft_model/      arXiv 2305.09781        a draft model, a tree          optional
