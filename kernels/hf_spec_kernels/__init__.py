@@ -1,20 +1,20 @@
 """Fused operations for speculative decoding, one folder each, beside their torch references.
 
 =======================  =========================================================================
-`ragged_tree_attention`  packed queries of many token trees against a pool of keys and values
-`kv_write`, `kv_keep`    new keys and values into their slots; accepted ones moved together
-`verify_tree`            which draft tokens the target accepts, decided on the device
+`ragged_tree_attention`  attention of packed queries of many token trees on a KV pool
+`kv_write`, `kv_keep`    write new keys and values to slots; compact accepted ones
+`verify_tree`            select the accepted draft tokens on the device
 `draft_features`         largest probabilities and entropy in one pass over the vocabulary
-`distill_loss`           distance to a teacher's distribution without tables of log-probabilities
-`packed_linear`          linear layers of a few rows on a CPU, at the speed of memory
+`distill_loss`           distillation loss without materialized log-probabilities
+`packed_linear`          linear layers of a few rows on a CPU, at memory bandwidth
 =======================  =========================================================================
 
-The last one is C++ for a CPU and has a module of its own. Every other op takes `impl="auto" |
-"triton" | "torch"`. "auto" is the kernel for tensors on a GPU and the reference elsewhere;
-`ragged_tree_attention` and `kv_write` also have a form "cpp", which "auto" is on a CPU. The
-machine's compiler builds C++ once, when it is first needed. What a kernel cannot read is a
-TypeError or a ValueError. Importing this package imports torch alone; Triton follows with the first
-kernel, and where it, or a compiler, is missing, the references serve.
+`packed_linear` is C++ for a CPU and has a module of its own. Every other op takes `impl="auto" |
+"triton" | "torch"`. "auto" selects the kernel on a GPU and the reference elsewhere.
+`ragged_tree_attention` and `kv_write` also have "cpp", which "auto" selects on a CPU. C++ is built
+once, at first use, by the machine's compiler. Inputs that a kernel cannot read raise `TypeError` or
+`ValueError`. Importing this package imports torch and NumPy; Triton is imported with the first
+kernel. Without Triton, or a compiler, the references run.
 """
 
 from hf_spec_kernels.dispatch import has_triton, launches, serves, using

@@ -1,4 +1,4 @@
-"""Where this machine's user keeps what was built or converted once, and who may write there."""
+"""Cache folder of this user, and checks of who may write to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULT = "~/.cache/hf_spec"
 
 
 def user_id() -> int | None:
-    """Return the number of the user that this process acts for; None on Windows."""
+    """Return the effective user id; None on Windows."""
     return os.geteuid() if hasattr(os, "geteuid") else None
 
 
@@ -27,7 +27,7 @@ def cache_folder(name: str = "") -> Path:
         PermissionError: if that temporary folder belongs to another user.
     """
     named = os.environ.get(VARIABLE)
-    # Without a home folder this returns the name as it is, where pathlib raises RuntimeError.
+    # Without a home folder this returns the name unchanged; pathlib would raise RuntimeError.
     root = os.path.expanduser(named or DEFAULT)
     if not root.startswith("~") and (named or _is_usable(Path(root) / name)):
         return Path(root) / name
@@ -46,17 +46,17 @@ def _is_usable(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder for this user alone; one that exists must be that.
+    """Create a folder that only this user can access, or check an existing one.
 
     Raises:
-        PermissionError: as `check_private`.
+        PermissionError: see `check_private`.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(folder)
 
 
 def check_private(path: Path) -> None:
-    """Reject a file or folder whose content another user may have written.
+    """Reject a file or folder that another user may have written.
 
     Raises:
         PermissionError: if it belongs to another user, or others may write to it.

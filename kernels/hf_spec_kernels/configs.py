@@ -1,8 +1,7 @@
-"""Tile sizes of a kernel by device and shape, chosen offline.
+"""Tile sizes of a kernel by device and shape, tuned offline.
 
-An op's folder holds `default.json`, safe on every GPU, and a file per GPU that was tuned, named
-after it. Each maps a shape key to the keyword arguments of a launch. Nothing is tuned while a user
-waits for a token.
+An op's folder contains `default.json`, safe on every GPU, and one file per tuned GPU, named after
+it. Each maps a shape key to the keyword arguments of a launch. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _tried: dict[str, dict[str, int]] = {}
 
 
 def config(op: str, key: str, device: torch.device) -> dict[str, int]:
-    """Launch arguments of `op`, the name of its folder, for a key of its `default.json`."""
+    """Return the launch arguments of `op`, a folder name, for a key of its `default.json`."""
     if op in _tried:
         return _tried[op]
     tuned = _read(op, device_name(device)).get(key) if device.type == "cuda" else None
@@ -32,7 +31,7 @@ def config(op: str, key: str, device: torch.device) -> dict[str, int]:
 
 
 def vocabulary_config(op: str, rows: Tensor) -> dict[str, int]:
-    """Launch arguments of an op over (N, V) rows; a block is no larger than V needs."""
+    """Return the launch arguments of an op over (N, V) rows; a block is no larger than V needs."""
     chosen = config(op, f"{8 * rows.element_size()}bit", rows.device)
     widest = max(16, 1 << (rows.shape[1] - 1).bit_length())
     return {**chosen, "BLOCK_V": min(chosen["BLOCK_V"], widest)}
@@ -49,19 +48,19 @@ def trying(op: str, arguments: dict[str, int]) -> Iterator[None]:
 
 
 def config_file(op: str, name: str) -> Path:
-    """Where the configurations of `op` for a device, or the default ones, are kept."""
+    """Return the file of configurations of `op`, for a device name or "default"."""
     return FOLDER / op / f"{name}.json"
 
 
 @cache
 def device_name(device: torch.device) -> str:
-    """The GPU's name as part of a file name, such as `nvidia_h100_80gb_hbm3`."""
+    """Return the GPU's name for a file name, such as `nvidia_h100_80gb_hbm3`."""
     return re.sub(r"\W+", "_", torch.cuda.get_device_name(device)).strip("_").lower()
 
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """How many programs run side by side: multiprocessors of a GPU, 1 in the interpreter."""
+    """Return the number of multiprocessors of a GPU; 1 in the interpreter."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -72,11 +71,11 @@ def _read(op: str, name: str) -> dict[str, dict[str, int]]:
     file = config_file(op, name)
     if not file.is_file():
         _log.warning(
-            "%s has no tile sizes for %s and takes the default ones; to find better ones, in a "
+            "%s has no tile sizes for %s and uses the defaults; to tune it, run in a "
             "checkout of hf-spec: python -m examples.studies.kernels.tune",
             op,
             name,
         )
         return {}
-    found: dict[str, dict[str, int]] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    configs: dict[str, dict[str, int]] = json.loads(file.read_text(encoding="utf-8"))
+    return configs

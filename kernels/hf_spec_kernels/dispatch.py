@@ -1,4 +1,4 @@
-"""Which implementation an op runs, what kernels refuse, and how often each was launched."""
+"""Selection of an op's implementation, checks of its tensors, and launch counts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# What C++ kernels know, and what their functions are called for it.
+# Dtypes of C++ kernels, and the suffixes of their functions.
 CPU_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-# Older GPUs know no bfloat16 and have too little shared memory for heads of 256.
+# Older GPUs lack bfloat16 and have too little shared memory for heads of size 256.
 MIN_CAPABILITY = (8, 0)
 
-# Op name -> launches of its main kernel in this process; a test of the wiring reads it.
+# Op name -> launches of its main kernel in this process, for tests.
 launches: Counter[str] = Counter()
 
 _preferred = "auto"
@@ -34,13 +34,13 @@ _preferred = "auto"
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed; does not import it."""
+    """Return True if Triton is installed, without importing it."""
     return find_spec("triton") is not None
 
 
 @contextmanager
 def using(impl: str) -> Iterator[None]:
-    """Let "auto" mean `impl` inside the block, for tests and comparisons."""
+    """Let "auto" select `impl` inside the block, for tests and comparisons."""
     global _preferred  # noqa: PLW0603 - one switch of the process, restored below
     _check(impl)
     before, _preferred = _preferred, impl
@@ -51,11 +51,12 @@ def using(impl: str) -> Iterator[None]:
 
 
 def serves(tensor: Tensor, impl: str = "auto") -> bool:
-    """Whether an op called with `impl` on tensors like this one runs its kernel.
+    """Return True if an op called with `impl` on such a tensor runs its Triton kernel.
 
-    Device and dtype decide; the kernels know float32, float16 and bfloat16, and GPUs of compute
-    capability 8.0 and above. An unknown `impl`, or a kernel asked for where none can run, is a
-    ValueError.
+    The kernels support float32, float16 and bfloat16 on GPUs of compute capability 8.0 and above.
+
+    Raises:
+        ValueError: for an unknown `impl`, or `impl="triton"` where Triton cannot run.
     """
     _check(impl)
     if impl == "auto":
@@ -82,15 +83,12 @@ def serves(tensor: Tensor, impl: str = "auto") -> bool:
 
 
 def implementation(tensor: Tensor, impl: str, source: Path) -> str:
-    """What runs of an op with a third form, `impl="cpp"`, the C++ of a file.
+    """Return the implementation of an op that also has C++: "triton", "cpp" or "torch".
 
-    "auto" is C++ for float32 and bfloat16 on a CPU, outside of autograd, where a compiler is found.
-
-    Returns:
-        "triton", "cpp" or "torch".
+    "auto" selects C++ for float32 and bfloat16 on a CPU, outside of autograd, if it can be built.
 
     Raises:
-        ValueError: as `serves` does, and for C++ that is asked for where it cannot run.
+        ValueError: see `serves`; also for `impl="cpp"` where C++ cannot run.
     """
     if impl == "cpp":
         if tensor.device.type != "cpu" or tensor.dtype not in CPU_DTYPES:
@@ -102,7 +100,7 @@ def implementation(tensor: Tensor, impl: str, source: Path) -> str:
             raise ValueError(f"impl='cpp' cannot run here: {obstacle}; use impl='torch'")
         return "cpp"
     if impl not in IMPLEMENTATIONS:
-        _refuse(impl, (*IMPLEMENTATIONS, "cpp"))
+        _raise_unknown(impl, (*IMPLEMENTATIONS, "cpp"))
     if serves(tensor, impl):
         return "triton"
     auto = impl == _preferred == "auto" and not (tensor.requires_grad and torch.is_grad_enabled())
@@ -112,7 +110,7 @@ def implementation(tensor: Tensor, impl: str, source: Path) -> str:
 
 @cache
 def _obstacle(source: Path) -> str | None:
-    """Why a C++ file cannot be used on this machine; None if it can."""
+    """Return why a C++ file cannot be used on this machine; None if it can."""
     try:
         load(source)
     except BuildError as error:
@@ -123,7 +121,7 @@ def _obstacle(source: Path) -> str | None:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU; AMD's count otherwise, and all that Triton knows are newer."""
+    """Return the compute capability of a GPU; AMD GPUs that Triton supports have larger numbers."""
     return torch.cuda.get_device_capability(device)
 
 
@@ -133,10 +131,10 @@ def _dotted(version: tuple[int, int]) -> str:
 
 def _check(impl: str) -> None:
     if impl not in IMPLEMENTATIONS:
-        _refuse(impl, IMPLEMENTATIONS)
+        _raise_unknown(impl, IMPLEMENTATIONS)
 
 
-def _refuse(impl: str, choices: Sequence[str]) -> NoReturn:
+def _raise_unknown(impl: str, choices: Sequence[str]) -> NoReturn:
     raise ValueError(f"impl={impl!r}; choose {', '.join(choices)}")
 
 
@@ -147,11 +145,20 @@ def check_tensor(
     dtypes: torch.dtype | Sequence[torch.dtype],
     device: torch.device,
 ) -> None:
-    """Refuse a tensor that a kernel would misread: its last dimension must have stride 1, too.
+    """Check a tensor before a kernel reads it; its last dimension must have stride 1, too.
 
-    In `shape`, None stands for any size. Another dtype is a TypeError, all else a ValueError.
+    Args:
+        name: of the argument, for the message.
+        tensor: the argument.
+        shape: expected shape, None for any size.
+        dtypes: one or several supported dtypes.
+        device: device of the other arguments.
+
+    Raises:
+        TypeError: for another dtype.
+        ValueError: for another shape, device or stride.
     """
-    # Many times a step, so what is right is found in few words.
+    # Called many times per step, so the success path is short.
     dtype, sizes = tensor.dtype, tensor.shape
     if dtype != dtypes and (isinstance(dtypes, torch.dtype) or dtype not in dtypes):
         allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes

@@ -42,6 +42,6 @@ def test_an_untuned_gpu_is_mentioned_once(
         found = configs.config("verify_tree", "16bit", torch.device("cuda", 0))
     assert found == json.loads(configs.config_file("verify_tree", "default").read_text())["16bit"]
     assert [record.message for record in caplog.records if "never_seen" in record.message] == [
-        "verify_tree has no tile sizes for never_seen and takes the default ones; to find better "
-        "ones, in a checkout of hf-spec: python -m examples.studies.kernels.tune"
+        "verify_tree has no tile sizes for never_seen and uses the defaults; to tune it, run in a "
+        "checkout of hf-spec: python -m examples.studies.kernels.tune"
     ]

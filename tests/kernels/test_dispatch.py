@@ -124,7 +124,7 @@ def test_without_a_compiler_the_reference_serves(
         (
             "hf_spec_kernels.build",
             logging.WARNING,
-            f"PyTorch's own operations replace C++ kernels, and are slower: {reason}",
+            f"PyTorch operations replace C++ kernels and are slower: {reason}",
         ),
         (
             "hf_spec_kernels.dispatch",

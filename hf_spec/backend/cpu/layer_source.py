@@ -1,12 +1,12 @@
-"""C++ of a decoder layer, from what was traced of it.
+"""C++ of a decoder layer, generated from its traced graph.
 
-In a decoder layer tokens meet in attention only. All else is computed token by token, on vectors
-whose sizes are known, which a C++ compiler makes fast loops of: one for every result that is used
-more than once, summed up, multiplied with a weight or attended with. What lies in between is an
-expression in these loops, and a view is the same numbers with other strides.
+Tokens of a decoder layer interact in attention only. All other operations run token by token on
+vectors of known size, which a C++ compiler turns into fast loops. A loop is written for every
+result that is used more than once, reduced, multiplied by a weight or passed to attention.
+Operations in between become expressions in these loops, and views become other strides.
 
-Products and attention call the kernels that also run without a program. A token's result is the
-same bits in every batch.
+Linear layers and attention call the same kernels as uncompiled layers. The result of a token has
+the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf_spec.backend.cpu.layer_values import (
     token_axis,
 )
 
-# Sizes, in which `TOKENS` stands for the number of tokens, and what is computed of them.
+# Operations on sizes; `TOKENS` is the placeholder for the number of tokens.
 SIZES: dict[Any, Callable[..., int]] = {
     aten.sym_size.int: lambda value, axis: value.shape[axis],
     aten.sym_numel.default: lambda value: value.shape.numel(),
@@ -48,7 +48,7 @@ SIZES: dict[Any, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """A product: the input of the program that is its weight, and its rows for every token."""
+    """A linear layer: the index of its weight among the inputs, and its rows per token."""
 
     weight: int
     rows: int
@@ -56,12 +56,12 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How a layer attends.
+    """Attention of a layer.
 
     Attributes:
-        window: as `TracedStep` says it.
-        dtype: of queries, keys and values.
-        keys, values: heads, and numbers in each.
+        window: sliding window as passed to `TracedStep.attend`.
+        dtype: dtype of queries, keys and values.
+        keys, values: number of heads and head size.
     """
 
     window: int | None
@@ -72,13 +72,13 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class LayerSource:
-    """A program in C++ and what it is called with.
+    """C++ of a layer and the order of its arguments.
 
     Attributes:
-        text: the source; its function is `run`.
+        text: the source, which defines `run`.
         linears: its linear layers, in the order of its table of weights.
-        attention: None in a layer without any.
-        outputs: shapes with `TOKENS` for the number of tokens, and dtypes.
+        attention: None in a layer without attention.
+        outputs: shapes, with `TOKENS` for the number of tokens, and dtypes.
     """
 
     text: str
@@ -88,31 +88,31 @@ class LayerSource:
 
 
 def layer_source(graph: fx.Graph, num_constants: int = 0) -> LayerSource:
-    """C++ that computes what a traced graph of operations does.
+    """Generate the C++ of a traced graph.
 
-    Its sizes are numbers but for that of the tokens; `hf_spec.multiply` and `hf_spec.attend` are
-    products and attention.
+    All sizes but the number of tokens are constant. `hf_spec.multiply` and `hf_spec.attend` are
+    linear layers and attention. The first `num_constants` inputs are the same in every call.
 
     Raises:
-        SourceError: if there is no C++ for some of it.
+        SourceError: if an operation cannot be written in C++.
     """
     text = LayerText()
     writer = _Writer(text, num_constants)
     outputs: Sequence[Value] = ()
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
-        writer.give(index, node)
+        writer.add_input(index, node)
     for node in graph.nodes:
         if node.op == "call_function":
             writer.compute(node)
         elif node.op == "output":
-            outputs = [writer.give_back(*given) for given in enumerate(node.args[0])]
-    described = tuple((value.shape, value.dtype) for value in outputs)
+            outputs = [writer.add_output(*output) for output in enumerate(node.args[0])]
+    shapes = tuple((value.shape, value.dtype) for value in outputs)
     linears = tuple(writer.linears)
-    return LayerSource(text.whole(), linears, writer.attention, described)
+    return LayerSource(text.whole(), linears, writer.attention, shapes)
 
 
 class _Writer:
-    """Writes the nodes of a graph one after the other.
+    """Writes the nodes of a graph in order.
 
     Attributes:
         linears, attention: see `LayerSource`.
@@ -125,14 +125,14 @@ class _Writer:
         self._values: dict[fx.Node, Any] = {}
         self._text = text
 
-    def give(self, index: int, node: fx.Node) -> None:
-        """Take an input: what no token changes, or numbers of all tokens, one after the other."""
+    def add_input(self, index: int, node: fx.Node) -> None:
+        """Declare an input: contiguous numbers of all tokens, or a tensor that depends on none."""
         tensor: Tensor = node.meta["val"]
         shape = torch.Size(map(_size, tensor.shape))
         axis = token_axis(shape)
-        together = axis is None or shape[:axis].numel() == 1
-        if tensor.dtype not in TYPES or not together:
-            # An error where it is used.
+        contiguous = axis is None or shape[:axis].numel() == 1
+        if tensor.dtype not in TYPES or not contiguous:
+            # An error is raised where it is used.
             self._values[node] = None
             return
         form = torch.empty(shape, device="meta")
@@ -141,8 +141,8 @@ class _Writer:
         leaf = self._text.array(form, tensor.dtype, f"in{index}", self._argument(index))
         self._values[node] = Value.of(leaf, tensor.dtype)
 
-    def give_back(self, index: int, node: fx.Node) -> Value:
-        """Write a result to where the caller wants it."""
+    def add_output(self, index: int, node: fx.Node) -> Value:
+        """Write a result to the caller's memory."""
         value: Value = self._get(node)
         axis = token_axis(value.shape)
         if axis is None or value.shape[:axis].numel() > 1:
@@ -154,7 +154,7 @@ class _Writer:
         return value
 
     def compute(self, node: fx.Node) -> None:
-        """Write an operation; what is used more than once is kept in memory."""
+        """Write an operation; a result that is used more than once goes to memory."""
         value = self._called(node)
         if isinstance(value, Value) and value.leaf is None and len(node.users) > 1:
             value = self._text.stored(value)
@@ -166,7 +166,7 @@ class _Writer:
         if target is operator.getitem:
             return self._get(args[0])[args[1]]
         if target in SIZES:
-            return SIZES[target](*map(self._known, args))
+            return SIZES[target](*map(self._resolve, args))
         if target in VIEWS:
             return self._viewed(target, *args)
         if target in ELEMENTWISE and (dtype := node.meta["val"].dtype) in TYPES:
@@ -181,18 +181,18 @@ class _Writer:
             raise SourceError(f"there is no C++ for numbers like those of {node}")
         return value
 
-    def _known(self, arg: Any) -> Any:
-        """An argument, or what it stands for, such as the number of tokens."""
+    def _resolve(self, arg: Any) -> Any:
+        """Return an argument, with nodes replaced by their values, such as the number of tokens."""
         if isinstance(arg, (list, tuple)):
-            return [self._known(one) for one in arg]
+            return [self._resolve(part) for part in arg]
         return self._get(arg) if isinstance(arg, fx.Node) else arg
 
     def _viewed(self, target: Any, arg: Any, *rest: Any) -> Value | list[Value]:
-        value, rest = self._get(arg), tuple(map(self._known, rest))
+        value, rest = self._get(arg), tuple(map(self._resolve, rest))
         try:
             forms = [target(leaf.form, *rest) for leaf in value.leaves]
         except RuntimeError:
-            # Numbers that lie otherwise have to be put in order.
+            # The strides do not allow this view; write the value to memory first.
             value = self._text.stored(value)
             forms = [target(leaf.form, *rest) for leaf in value.leaves]
         if isinstance(forms[0], Tensor):
@@ -204,7 +204,7 @@ class _Writer:
         shape = forms[0].shape
         if (TOKENS in value.shape) != (TOKENS in shape):
             raise SourceError("it mixes tokens with something else, or leaves some out")
-        leaves = [Leaf(one.array, form) for one, form in zip(value.leaves, forms, strict=True)]
+        leaves = [Leaf(leaf.array, form) for leaf, form in zip(value.leaves, forms, strict=True)]
         return Value(value.code, tuple(leaves), shape, value.dtype)
 
     def _computed(
@@ -212,13 +212,13 @@ class _Writer:
     ) -> Value:
         operands = [self._get(arg) if isinstance(arg, fx.Node) else arg for arg in args]
         try:
-            found = combined(ELEMENTWISE[target], operands, **options)
+            result = combined(ELEMENTWISE[target], operands, **options)
         except KeyError as error:
             raise SourceError(f"there is no C++ for {target} with {error}") from error
-        if found.leaf is not None:
-            # A copy, which is rounded only if it was not before.
-            return Value(found.code, found.leaves, found.shape, operands[0].dtype).cast(dtype)
-        return found.cast(dtype)
+        if result.leaf is not None:
+            # A copy, which is rounded only if the operand was not.
+            return Value(result.code, result.leaves, result.shape, operands[0].dtype).cast(dtype)
+        return result.cast(dtype)
 
     def _mean(self, arg: fx.Node, axes: Sequence[int], keep: bool = False) -> Value:
         return self._reduced(self._get(arg), axes, keep, is_mean=True)
@@ -230,41 +230,43 @@ class _Writer:
         self, value: Value, axes: Sequence[int], keep: bool, is_mean: bool = False
     ) -> Value:
         rank, shape = len(value.shape), value.shape
-        gone = {axis % rank for axis in axes}
-        if token_axis(shape) in gone:
+        reduced = {axis % rank for axis in axes}
+        if token_axis(shape) in reduced:
             raise SourceError("it sums over tokens")
-        small = torch.Size(1 if axis in gone else size for axis, size in enumerate(shape))
+        small = torch.Size(1 if axis in reduced else size for axis, size in enumerate(shape))
         to = self._text.memory(small, value.dtype)
-        number = math.prod(shape[axis] for axis in gone)
-        mine = inner_axes(shape)
+        number = math.prod(shape[axis] for axis in reduced)
+        inner = inner_axes(shape)
         lines = [
-            *loops(shape, [axis for axis in mine if axis not in gone]),
+            *loops(shape, [axis for axis in inner if axis not in reduced]),
             "{ float sum = 0;",
-            *loops(shape, [axis for axis in mine if axis in gone], "reduction(+ : sum)"),
+            *loops(shape, [axis for axis in inner if axis in reduced], "reduction(+ : sum)"),
             f"sum += {value.expression};",
             f"narrow(sum / {number}.0f, {to.at}); }}" if is_mean else f"narrow(sum, {to.at}); }}",
         ]
         self._text.for_each("\n".join(lines), [to, *value.leaves])
         form = to.form
-        for axis in () if keep else sorted(gone, reverse=True):
+        for axis in () if keep else sorted(reduced, reverse=True):
             form = form.squeeze(axis)
         return Value.of(Leaf(to.array, form), value.dtype)
 
     def _normed(
         self, arg: fx.Node, sizes: Sequence[int], weight: Any, bias: Any, eps: float
     ) -> tuple[Value, None, None]:
-        """Layer norm, which PyTorch computes in float32."""
+        """Write a layer norm, which PyTorch computes in float32."""
         value, axes = self._get(arg), range(-len(sizes), 0)
         states = self._text.stored(value).cast(torch.float32)
         mean = self._reduced(states, axes, keep=True, is_mean=True)
-        centred = self._text.stored(combined("({} - {})".format, [states, mean]))
-        squares = combined("square({})".format, [centred])
+        centered = self._text.stored(combined("({} - {})".format, [states, mean]))
+        squares = combined("square({})".format, [centered])
         variance = self._reduced(squares, axes, keep=True, is_mean=True)
-        found = combined(f"({{}} / std::sqrt({{}} + {constant(eps)}))".format, [centred, variance])
+        result = combined(
+            f"({{}} / std::sqrt({{}} + {constant(eps)}))".format, [centered, variance]
+        )
         for code, part in (("({} * {})", weight), ("({} + {})", bias)):
             if part is not None:
-                found = combined(code.format, [found, self._get(part)])
-        return found.cast(value.dtype), None, None
+                result = combined(code.format, [result, self._get(part)])
+        return result.cast(value.dtype), None, None
 
     def _joined(self, args: Sequence[fx.Node], axis: int = 0) -> Value:
         values = [self._get(arg) for arg in args]
@@ -293,7 +295,7 @@ class _Writer:
 
     def _multiplied(self, arg: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Value:
         states, (outputs, inputs) = self._get(arg), self._get(weight).shape
-        tokens, numbers = token_axis(states.shape), [self._input(one) for one in (weight, bias)]
+        tokens, numbers = token_axis(states.shape), [self._input(node) for node in (weight, bias)]
         if tokens is None or numbers[0] is None or (bias is not None and numbers[1] is None):
             raise SourceError("it multiplies something else than states with weights")
         leaf = self._text.in_memory(states, lambda form: form.movedim(tokens, 0).is_contiguous())
@@ -308,7 +310,7 @@ class _Writer:
         )
         return Value.of(to, states.dtype)
 
-    def _attended(  # noqa: PLR0913 - what attention is told
+    def _attended(  # noqa: PLR0913 - the arguments of attention
         self,
         query: fx.Node,
         key: fx.Node,
@@ -318,12 +320,12 @@ class _Writer:
         softcap: float | None,
         window: int | None,
     ) -> Value:
-        values = [self._get(one) for one in (query, key, value)]
-        if self.attention is not None or any(token_axis(one.shape) != 2 for one in values):
+        values = [self._get(node) for node in (query, key, value)]
+        if self.attention is not None or any(token_axis(part.shape) != 2 for part in values):
             raise SourceError("it attends twice, or to something else than tokens")
-        leaves = [self._text.in_memory(one, lambda form: form.stride(-1) == 1) for one in values]
+        leaves = [self._text.in_memory(part, lambda form: form.stride(-1) == 1) for part in values]
         (_, heads, _, width), (_, kv_heads, _, _), (_, _, _, value_width) = (
-            one.shape for one in values
+            part.shape for part in values
         )
         dtype = values[0].dtype
         self.attention = AttentionPlan(window, dtype, (kv_heads, width), (kv_heads, value_width))
@@ -352,7 +354,7 @@ class _Writer:
         return f"constants[{index}]" if index < constants else f"inputs[{index - constants}]"
 
     def _input(self, node: fx.Node | None) -> int | None:
-        """The number of the input that a node is, all of it as the caller has it."""
+        """Return the index of the input that a node is, whole and contiguous; None for others."""
         leaf = None if node is None else self._get(node).leaf
         whole = leaf is not None and leaf.array.startswith("in") and leaf.form.is_contiguous()
         return int(leaf.array.removeprefix("in")) if leaf is not None and whole else None
@@ -370,7 +372,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _size(size: Any) -> int:
-    """A size of an input; the number of tokens is the only one that is not known."""
+    """Return the size of an input, `TOKENS` for the symbolic number of tokens."""
     if isinstance(size, int):
         return size
     expression = size.node.expr
@@ -378,5 +380,5 @@ def _size(size: Any) -> int:
 
 
 def _steps(leaf: Leaf) -> str:
-    """From token to token and from head to head, of (1, H, T, D)."""
+    """Return the strides between tokens and between heads of (1, H, T, D)."""
     return f"{leaf.form.stride(2)}, {leaf.form.stride(1)}"

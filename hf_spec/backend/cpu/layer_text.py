@@ -1,7 +1,8 @@
-"""The text of a program over tokens: its memory, and its loops in the order they were written.
+"""C++ text of a compiled layer: its memory, and its loops over tokens in the order of writing.
 
-Statements on one token go into the newest loop over tokens, those on all of them end it, and what
-no token changes is computed before. Memory that one loop alone uses is the loop's own.
+Statements on one token go into the newest loop over tokens. Statements on all tokens end that loop,
+and values that do not depend on tokens are computed before all loops. Memory that only one loop
+uses is local to it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hf_spec.backend.cpu.layer_values import (
     token_axis,
 )
 
-# Fewer tokens are not divided among threads.
+# Fewer tokens run on one thread.
 MIN_TOKENS = 8
 HEAD = """#include "decoder_layer/layer.h"
 
@@ -34,37 +35,37 @@ const int threads = call->threads;"""
 
 
 class LayerText:
-    """A program that is being written."""
+    """C++ of a compiled layer under construction."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, Array] = {}
-        # Statements on what no token changes; then loops over tokens, each a list of statements,
-        # and statements between them.
+        # Statements that depend on no token; then loops over tokens, each a list of statements, and
+        # statements between them.
         self._before: list[str] = []
         self._parts: list[list[str] | str] = []
 
     def stored(self, value: Value) -> Value:
-        """The same numbers in memory of their own."""
+        """Return the value, written to new memory."""
         to = self.memory(value.shape, value.dtype)
         self.assign(to, value)
         return Value.of(to, value.dtype)
 
     def in_memory(self, value: Value, fits: Callable[[Tensor], bool]) -> Leaf:
-        """Where a kernel can read a value."""
+        """Return memory from which a kernel can read a value; write it to new memory if needed."""
         leaf = value.leaf
         if leaf is None or self._arrays[leaf.array].dtype != value.dtype or not fits(leaf.form):
             return self.stored(value).leaves[0]
         return leaf
 
     def memory(self, shape: torch.Size, dtype: torch.dtype) -> Leaf:
-        """New memory, in which the numbers of each token lie together."""
+        """Allocate memory in which the numbers of each token are contiguous."""
         axis = token_axis(shape)
         others = [size for place, size in enumerate(shape) if place != axis]
         form = torch.empty(others if axis is None else [TOKENS, *others], device="meta")
         return self.array(form if axis is None else form.movedim(0, axis), dtype)
 
     def array(self, form: Tensor, dtype: torch.dtype, name: str = "", given: str = "") -> Leaf:
-        """Numbers of a form, in memory that the caller has `given` or else in some of its own."""
+        """Declare an array with the strides of `form`, in the caller's memory if it is `given`."""
         name = name or f"b{len(self._arrays)}"
         by_token = TOKENS in form.shape
         size = form.numel() // (TOKENS if by_token else 1)
@@ -72,7 +73,7 @@ class LayerText:
         return Leaf(name, form)
 
     def assign(self, to: Leaf, value: Value) -> None:
-        """Write a value to where it is to be."""
+        """Write a value to memory."""
         shape = to.form.shape
         if shape.numel():
             wide = value.expand(shape)
@@ -82,7 +83,7 @@ class LayerText:
             )
 
     def for_each(self, line: str, used: Sequence[Leaf]) -> None:
-        """Put a statement into the newest loop over tokens, before all where no token matters."""
+        """Add a statement to the newest loop over tokens; before all loops if no token is used."""
         if not any(self._arrays[leaf.array].by_token for leaf in used):
             self._before.append(line)
             return
@@ -92,7 +93,7 @@ class LayerText:
         self._use(used)
 
     def for_all(self, line: str, used: Sequence[Leaf]) -> None:
-        """Put a statement on all tokens together after the newest loop."""
+        """Add a statement on all tokens after the newest loop."""
         self._parts.append(line)
         self._use(used)
 
@@ -101,7 +102,7 @@ class LayerText:
             self._arrays[leaf.array].used.add(len(self._parts) - 1)
 
     def whole(self) -> str:
-        """The whole program."""
+        """Return the C++ source."""
         lines = [HEAD, *self._given(), *self._scratch()]
         lines += [f"auto* const {n} = all_{n};" for n, a in self._arrays.items() if not a.by_token]
         lines += self._before
@@ -110,17 +111,17 @@ class LayerText:
         return "\n".join([*lines, "}", ""])
 
     def _given(self) -> list[str]:
-        """Memory of the caller's."""
+        """Return the declarations of the caller's memory."""
         lines = []
         for name, array in self._arrays.items():
             if array.given:
-                kept = "" if array.given.startswith("outputs") else "const "
-                kind = f"{kept}{array.kind}*"
+                const = "" if array.given.startswith("outputs") else "const "
+                kind = f"{const}{array.kind}*"
                 lines.append(f"{kind} const all_{name} = static_cast<{kind}>({array.given});")
         return lines
 
     def _scratch(self) -> list[str]:
-        """Memory of the program's own, in one piece."""
+        """Return the declarations of the layer's scratch memory, one allocation."""
         lines, arrays, end = [], [], "0"
         for name, array in self._arrays.items():
             if array.given or array.is_local:
@@ -134,7 +135,7 @@ class LayerText:
         return [*lines, f"char* const memory = scratch({end});", *arrays]
 
     def _loop(self, index: int, statements: Sequence[str]) -> list[str]:
-        """A loop over tokens."""
+        """Return a loop over tokens."""
         lines = [
             "#pragma omp parallel for num_threads(threads) schedule(static) "
             f"if (threads > 1 && tokens >= {MIN_TOKENS})",
@@ -142,7 +143,7 @@ class LayerText:
         ]
         for name, array in self._arrays.items():
             if array.by_token and index in array.used:
-                own = f"alignas(64) {array.kind} {name}[{array.size}];"
+                local = f"alignas(64) {array.kind} {name}[{array.size}];"
                 shared = f"auto* const {name} = all_{name} + token * {array.size};"
-                lines.append(own if array.is_local else shared)
+                lines.append(local if array.is_local else shared)
         return [*lines, *statements, "}"]

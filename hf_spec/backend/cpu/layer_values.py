@@ -1,6 +1,6 @@
-"""Numbers of a decoder layer as C++ has them: expressions, where they lie, loops over them.
+"""Values in the C++ of a decoder layer: expressions, memory, loops.
 
-Everything is seen for one token: of its vectors all sizes are known.
+Code is written for one token, whose vectors have known sizes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-# Stands for the number of tokens in shapes; a prime that no other size is likely to be.
+# Placeholder for the number of tokens in shapes; a prime that is unlikely as another size.
 TOKENS = 7919
 TYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-# Numbers that a token may have on the stack, in one array.
+# Largest array of one token on the stack, in numbers.
 MAX_LOCAL = 1 << 14
 
 POWERS = {"2.0f": "square", "3.0f": "cube", "0.5f": "std::sqrt"}
-# Operations on numbers, of operands, and of options by name.
+# C++ of elementwise operations, given the C++ of operands and options by name.
 ELEMENTWISE: dict[Any, Callable[..., str]] = {
     aten.add.Tensor: lambda a, b, alpha=1: f"({a} + {times(b, alpha)})",
     aten.sub.Tensor: lambda a, b, alpha=1: f"({a} - {times(b, alpha)})",
@@ -42,7 +42,7 @@ ELEMENTWISE: dict[Any, Callable[..., str]] = {
     aten._to_copy.default: lambda a, **_: a,
     aten.clone.default: lambda a, **_: a,
 }
-# The same numbers in another shape, if their strides allow it.
+# Operations that change shape and strides only.
 VIEWS = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -62,19 +62,19 @@ VIEWS = {
 
 
 class SourceError(RuntimeError):
-    """A layer has something in it that there is no C++ for; the message says what."""
+    """An operation of a layer cannot be written in C++."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """Numbers in memory: of which array, and where in it, as a tensor without contents."""
+    """Memory of a value: an array, and a meta tensor with the shape and strides in it."""
 
     array: str
     form: Tensor
 
     @property
     def at(self) -> str:
-        """The number of the token at hand, by the variables of loops over its axes."""
+        """C++ of one number of the current token, indexed by loop variables."""
         sizes, strides = self.form.shape, self.form.stride()
         terms = [
             f"{strides[axis]} * i{axis}"
@@ -85,23 +85,23 @@ class Leaf:
 
     @property
     def address(self) -> str:
-        """Where the numbers of the first token begin."""
+        """C++ of the address of the first token's numbers."""
         return f"all_{self.array} + {self.form.storage_offset()}"
 
     def expand(self, shape: Sequence[int]) -> Leaf:
-        """The same numbers for a larger shape."""
+        """Broadcast to a larger shape."""
         return Leaf(self.array, self.form.expand(shape))
 
 
 @dataclass(frozen=True)
 class Value:
-    """What an operation gives: an expression of numbers in memory.
+    """Result of an operation: an expression of numbers in memory.
 
     Attributes:
-        code: with a `{}` for the number of each leaf.
-        leaves: all of the value's own shape.
+        code: C++ with a `{}` for the number of each leaf.
+        leaves: operands in memory, broadcast to the value's shape.
         shape: with `TOKENS` for the number of tokens.
-        dtype: what it was rounded to.
+        dtype: dtype that the value is rounded to.
     """
 
     code: str
@@ -111,25 +111,27 @@ class Value:
 
     @classmethod
     def of(cls, leaf: Leaf, dtype: torch.dtype) -> Value:
-        """Numbers as they lie in memory."""
+        """Return the value of numbers in memory."""
         return cls("{}", (leaf,), leaf.form.shape, dtype)
 
     @property
     def leaf(self) -> Leaf | None:
-        """The numbers themselves, if they lie in memory."""
+        """The value's memory; None for other expressions."""
         return self.leaves[0] if self.code == "{}" else None
 
     @property
     def expression(self) -> str:
-        """The number of the token at hand, by the variables of loops over its axes."""
+        """C++ of one number of the current token, indexed by loop variables."""
         return self.code.format(*(f"number({leaf.at})" for leaf in self.leaves))
 
     def expand(self, shape: torch.Size) -> Value:
-        """The same numbers for a larger shape."""
-        return Value(self.code, tuple(one.expand(shape) for one in self.leaves), shape, self.dtype)
+        """Broadcast to a larger shape."""
+        return Value(
+            self.code, tuple(leaf.expand(shape) for leaf in self.leaves), shape, self.dtype
+        )
 
     def cast(self, dtype: torch.dtype) -> Value:
-        """The same numbers in another dtype."""
+        """Return the value in another dtype."""
         exact = dtype in (torch.float32, self.dtype)
         code = self.code if exact else f"rounded({self.code})"
         return Value(code, self.leaves, self.shape, dtype)
@@ -137,13 +139,13 @@ class Value:
 
 @dataclass
 class Array:
-    """Memory of a program.
+    """Memory of a compiled layer.
 
     Attributes:
-        size: how many numbers it has for each token, or in all.
-        by_token: whether there are some for each.
-        given: where it lies, if the caller says so.
-        used: the parts of the program that use it.
+        size: count of numbers, per token if `by_token`.
+        by_token: whether every token has its own numbers.
+        given: C++ of the address in the caller's memory; empty for scratch memory.
+        used: indices of the parts of the source that use it.
     """
 
     dtype: torch.dtype
@@ -154,37 +156,37 @@ class Array:
 
     @property
     def kind(self) -> str:
-        """The type of its numbers."""
+        """C++ type of the numbers."""
         return TYPES[self.dtype]
 
     @property
     def is_local(self) -> bool:
-        """Whether one loop over tokens alone uses it."""
+        """True if a single loop over tokens uses it, so that it fits on the stack."""
         small = self.size <= MAX_LOCAL
         return self.by_token and not self.given and small and len(self.used) == 1
 
 
 def combined(code: Callable[..., str], operands: Sequence[Value | float], **options: Any) -> Value:
-    """An expression in float32 of values and numbers."""
+    """Combine values and numbers in a float32 expression."""
     values = [operand for operand in operands if isinstance(operand, Value)]
     shape = torch.broadcast_shapes(*(value.shape for value in values))
-    codes = [one.code if isinstance(one, Value) else constant(one) for one in operands]
+    codes = [part.code if isinstance(part, Value) else constant(part) for part in operands]
     leaves = tuple(leaf.expand(shape) for value in values for leaf in value.leaves)
     return Value(code(*codes, **options), leaves, shape, torch.float32)
 
 
 def token_axis(shape: torch.Size) -> int | None:
-    """Which axis counts tokens."""
+    """Return the axis that counts tokens, if there is one."""
     return shape.index(TOKENS) if TOKENS in shape else None
 
 
 def inner_axes(shape: torch.Size) -> list[int]:
-    """The axes of what one token has."""
+    """Return all axes except the one of tokens."""
     return [axis for axis, size in enumerate(shape) if size != TOKENS]
 
 
 def loops(shape: torch.Size, axes: Sequence[int], clause: str | None = None) -> list[str]:
-    """Loops over axes; the innermost is one of vectors if there is a clause, which may be empty."""
+    """Return loops over axes; with a `clause`, even an empty one, the innermost is `omp simd`."""
     axes = [axis for axis in axes if shape[axis] > 1]
     lines = [f"for (int64_t i{axis} = 0; i{axis} < {shape[axis]}; ++i{axis})" for axis in axes]
     if lines and clause is not None:
@@ -193,12 +195,12 @@ def loops(shape: torch.Size, axes: Sequence[int], clause: str | None = None) -> 
 
 
 def times(code: str, factor: float) -> str:
-    """A product with a number."""
+    """Return the C++ of a product with a number."""
     return code if factor == 1 else f"({code} * {constant(factor)})"
 
 
 def constant(number: float) -> str:
-    """A number as C++ has it."""
+    """Return the C++ of a number."""
     if not math.isfinite(number):
         raise SourceError(f"there is no C++ for {number}")
     return f"{float(number)!r}f" if number >= 0 else f"({float(number)!r}f)"

@@ -1,19 +1,18 @@
-"""Packed steps as CUDA graphs: what a model computes is recorded once per shape and replayed.
+"""Packed steps as CUDA graphs, captured once per shape and replayed.
 
-A small step takes a GPU less time than the host takes to launch it. A recorded step is one launch.
-Its inputs have to stand where they stood when it was recorded, in the same shapes, so tokens are
-padded to a few sizes, inside the graph only: padding is stored nowhere, seen by no token and cut
-off from the outputs. What a token looks at comes from the layout, which the kernels read on the
-device, so lengths need no sizes of their own. When the storage grows, its addresses change and
-recording starts again.
+A small step runs faster on a GPU than the host can launch it; a captured step is a single launch.
+Inputs must keep their addresses and shapes, so tokens are padded to a few sizes inside the graph.
+Padding is not stored, no token attends to it, and it is cut off the outputs. Kernels read the
+layout on the device, so the lengths of the KV cache need no sizes of their own. When the KV pool
+grows, its addresses change and steps are captured again.
 
-A shape runs twice in this form before it is recorded the third time, the second time with nothing
-allowed that waits for the device. A step goes to the smallest shape recorded that holds it. What is
-recorded stays for later calls on the model, together with the storage (see `graph_store`). Where
-nothing can be recorded (see `obstacle`) steps run as they come, and one line of the log says why.
+A shape runs twice before it is captured; the second run raises if an operation synchronizes with
+the device. A step runs in the smallest captured shape that holds it. Graphs are stored with the
+pool for later calls on the model (see `graph_store`). Models that cannot be captured (see
+`obstacle`) run without graphs, and the log names the reason once.
 
-When the device runs out of memory, all graphs, stored pools and unused room are freed, the step
-runs once more, and the rest of the call runs without graphs.
+When the device runs out of memory, all graphs, stored pools and unused capacity are freed, the step
+runs again, and the rest of the call runs without graphs.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ from hf_spec.engine.models.recurrent_layers import mixers_of
 
 logger = logging.getLogger(__name__)
 
-# Types of devices that can record graphs.
+# Device types that can capture graphs.
 DEVICES = {"cuda"}
-# Larger steps keep a GPU busy by themselves, and a prompt has no size of its own.
+# Larger steps are not bound by launches, and lengths of prompts rarely repeat.
 MAX_TOKENS, MAX_QUERIES = 1024, 256
-# Of one model at a time, and bytes of all their outputs, of which logits are most.
+# Limits per model: graphs, and bytes of their outputs, which are mostly logits.
 MAX_GRAPHS, MAX_OUTPUT_BYTES = 32, 2**29
-# Tokens of a slot for the last draft, which may reach beyond the end.
+# Extra tokens per slot for the last draft, which may exceed the maximum length.
 DRAFT_ROOM = 64
-# Tokens of all slots of a pool that is kept for later calls.
-MAX_KEPT_TOKENS = 2**16
+# Largest pool that is stored for later calls, in tokens of all slots.
+MAX_STORED_TOKENS = 2**16
 WARM_UPS = 2
 OUT_OF_MEMORY = "the device ran out of memory in this call"
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """Why the steps of `model` cannot be recorded, or None; trying may still show a reason."""
+    """Return why steps of `model` cannot be captured, or None; capturing may still fail."""
     if switch.mode == "off":
         return "set_cuda_graphs('off')"
     if mixers_of(model):
@@ -74,8 +73,8 @@ def obstacle(model: nn.Module) -> str | None:
 
 def _module_obstacle(module: nn.Module) -> str | None:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # A replayed graph calls no Python; accelerate's own hook also loads offloaded weights.
-    # Hooks of transformers collect hidden states, which a graph keeps.
+    # A replay runs no Python; the hook of accelerate also loads offloaded weights. Hooks of
+    # transformers only collect hidden states, which are outputs of a graph.
     if hasattr(module, "_hf_hook") or not all(map(is_of_transformers, hooks)):
         return "has hooks"
     if looks_for_outliers(module):
@@ -84,21 +83,21 @@ def _module_obstacle(module: nn.Module) -> str | None:
 
 
 class StepGraphs:
-    """Runs the packed steps of one model, recorded where that is possible.
+    """Runs the packed steps of one model, as CUDA graphs if possible.
 
     Args:
-        model: whose steps.
-        pool: where they write; empty, or no graph of an earlier call fits.
-        device: where they run.
-        cache_key: key under which graphs and pool are kept for later calls; None to keep nothing.
-        length: how many tokens a slot will hold at most; 0 if it is unknown.
-        owner: the module that holds all that steps read, and to which kept graphs belong; `model`
-            by default. A head is more than its layers.
+        model: runs the steps.
+        pool: KV pool of the steps; must be empty for stored graphs to be used.
+        device: device of the steps.
+        cache_key: key under which graphs and pool are stored for later calls; None stores nothing.
+        length: maximum number of tokens per slot; 0 if unknown.
+        owner: module that contains everything that steps read, `model` by default; stored graphs
+            belong to it. A draft head contains more than its layers.
 
     Attributes:
-        replays: graphs launched in place of steps.
-        captures: graphs recorded.
-        refusal: why nothing can be recorded, or None.
+        replays: number of graph launches.
+        captures: number of captured graphs.
+        refusal: why steps cannot be captured, or None.
     """
 
     def __init__(
@@ -119,17 +118,17 @@ class StepGraphs:
         self._kernels = serves(torch.empty(0, dtype=model.dtype, device=device))
         self.refusal = obstacle(model)
         if self.refusal is None and not self._kernels:
-            self.refusal = "the kernels do not serve it"
+            self.refusal = "the kernels do not support it"
         if self.refusal is not None:
             wanted = device.type in DEVICES and switch.mode != "off"
             level = logging.WARNING if wanted else logging.INFO
-            _say_once(type(model).__name__, self.refusal, level)
-        # That was said when it failed.
+            _log_once(type(model).__name__, self.refusal, level)
+        # Logged when it failed.
         self.refusal = self.refusal or graph_store.refusal(model)
         self._memory: Any = None
         # Least recently used first.
         self._recorded: dict[Bucket, Shape] = {}
-        self._met: dict[Bucket, Shape] = {}
+        self._warm: dict[Bucket, Shape] = {}
         self._key = None if self.refusal or cache_key is None else (device, cache_key)
         self._state: object = None
         pool.before_resize = self.clear
@@ -137,21 +136,23 @@ class StepGraphs:
             self._begin(length + DRAFT_ROOM if length else 0)
 
     def run(self, compute: Compute, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
-        """The outputs of a step of T tokens, and maybe further rows; good until the next step.
+        """Run a step of T tokens; the outputs are valid until the next step and may be padded.
 
-        Tensors are (T, ...), the first one whole, the others maybe with fewer rows, on the host or
-        the device. `compute` must ask the device nothing, and may be called a second time.
+        Args:
+            compute: the step; must not synchronize with the device, and may be called twice.
+            tensors: (T, ...) on the host or the device; all but the first may have fewer rows.
+            step: the attention step.
 
         Raises:
-            OutOfMemoryError: a second time, or of a model with recurrent layers, whose states a
-                failed step may have changed.
+            OutOfMemoryError: if it occurs twice, or with recurrent layers, whose states a failed
+                step may have changed.
         """
         try:
             return self._run(compute, tensors, step)
         except torch.OutOfMemoryError:
             if self._recurrent:
                 raise
-            # Not here: while the error is handled, it keeps the tensors of the failed step.
+            # Memory is freed below: the error being handled refers to the failed step's tensors.
         self._free_memory()
         step.written.clear()
         return self._run(compute, tensors, step)
@@ -174,7 +175,7 @@ class StepGraphs:
         return outputs
 
     def put(self, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
-        """The tensors on the device, in one transfer with what the kernels read of the step."""
+        """Return the tensors on the device, sent in one transfer with the layout of the step."""
         hosted = [t for t in tensors if t.device.type == "cpu"]
         sent = iter(
             step.send(self._device, *hosted) if self._kernels else send(hosted, self._device)
@@ -182,43 +183,43 @@ class StepGraphs:
         return [next(sent) if t.device.type == "cpu" else t for t in tensors]
 
     def clear(self) -> None:
-        """Drop what was recorded, and its memory."""
+        """Drop all graphs and their memory."""
         self._recorded.clear()
-        self._met.clear()
+        self._warm.clear()
         self._memory = None
 
     def close(self) -> None:
-        """End the call: a later one on the same model gets what was recorded, and the pool."""
+        """End the call; store graphs and pool for later calls on the same model."""
         pool = self._pool
         pool.before_resize = None
-        small = pool.capacity * pool.num_slots <= MAX_KEPT_TOKENS
+        small = pool.capacity * pool.num_slots <= MAX_STORED_TOKENS
         if self._key is not None and self._recorded and small:
             buffers = pool.keys, pool.values
-            kept = StoredGraphs(
+            graphs = StoredGraphs(
                 self._key, self._state, pool.capacity, buffers, self._recorded, self._memory
             )
-            graph_store.put(self._owner, kept)
+            graph_store.put(self._owner, graphs)
             pool.keys, pool.values, self._recorded = {}, {}, {}
         self.clear()
 
     def _begin(self, length: int) -> None:
-        """Take over what an earlier call has kept, and make room for up to `length` tokens."""
+        """Take graphs and pool of an earlier call, and reserve `length` tokens."""
         pool = self._pool
         if self._key is not None and not pool.keys:
             first = min(length, MAX_RESERVED // pool.num_slots)
-            if kept := graph_store.pop(self._owner, self._key, first):
-                pool.capacity, (pool.keys, pool.values) = kept.capacity, kept.buffers
-                self._recorded, self._memory = kept.recorded, kept.memory
-                self._state = kept.state
+            if graphs := graph_store.pop(self._owner, self._key, first):
+                pool.capacity, (pool.keys, pool.values) = graphs.capacity, graphs.buffers
+                self._recorded, self._memory = graphs.recorded, graphs.memory
+                self._state = graphs.state
                 for buffer in (*pool.keys.values(), *pool.values.values()):
                     buffer.zero_()
         pool.expect(length)
 
     def _free_memory(self) -> None:
-        """Free what this call can do without, and what other calls have left."""
+        """Free all graphs, stored pools and unused capacity; run without graphs from now on."""
         if self.refusal is None:
             self.refusal = OUT_OF_MEMORY
-            _say_once(type(self._model).__name__, OUT_OF_MEMORY, logging.WARNING)
+            _log_once(type(self._model).__name__, OUT_OF_MEMORY, logging.WARNING)
         self.clear()
         graph_store.free()
         self._pool.trim()
@@ -230,25 +231,25 @@ class StepGraphs:
         return len(tensors[0]) <= MAX_TOKENS and longest <= MAX_QUERIES
 
     def _fitting(self, inputs: Inputs) -> Shape | None:
-        """The smallest shape recorded that holds a step of this size."""
-        found = min((one for one in self._recorded if one.holds(inputs)), default=None)
-        if found is None:
+        """Return the smallest captured shape that holds a step, and mark it as used last."""
+        bucket = min((bucket for bucket in self._recorded if bucket.holds(inputs)), default=None)
+        if bucket is None:
             return None
-        self._recorded[found] = self._recorded.pop(found)
-        return self._recorded[found]
+        self._recorded[bucket] = self._recorded.pop(bucket)
+        return self._recorded[bucket]
 
     def _warming(self, inputs: Inputs) -> Shape:
-        """A shape that is not recorded yet; those that never will be make room for it."""
+        """Return a shape that is not captured yet; drop the least recently used one if needed."""
         bucket = Bucket.of(inputs)
         capacity = self._pool.capacity
-        shape = self._met.pop(bucket, None) or Shape(bucket, inputs, capacity, self._device)
-        self._met[bucket] = shape
-        if len(self._met) > MAX_GRAPHS:
-            del self._met[next(iter(self._met))]
+        shape = self._warm.pop(bucket, None) or Shape(bucket, inputs, capacity, self._device)
+        self._warm[bucket] = shape
+        if len(self._warm) > MAX_GRAPHS:
+            del self._warm[next(iter(self._warm))]
         return shape
 
     def _try(self, compute: Compute, shape: Shape) -> list[Tensor]:
-        """A step as it comes; the last one before recording must not wait for the device."""
+        """Run a step without a graph; the last run before a capture must not synchronize."""
         if self.refusal is None and shape.uses == WARM_UPS:
             try:
                 with NoWaits(self._device):
@@ -261,19 +262,19 @@ class StepGraphs:
         if self.refusal is not None:
             return
         if self._key is not None and self._state is None:
-            # Not earlier: a first forward may register hooks of transformers, or fill tables.
+            # Not earlier: the first forward pass may register hooks of transformers or fill tables.
             self._state = graph_store.state_of(self._owner)
         try:
             self._memory = self._memory or torch.cuda.graph_pool_handle()
             shape.record(compute, self._pool, self._memory)
         except torch.OutOfMemoryError:
-            # No refusal: `run` frees memory and goes on.
+            # Handled by `run`.
             raise
         except RuntimeError as error:
             self._refuse(f"recording failed: {error}")
             return
         self.captures += 1
-        self._recorded[shape.bucket] = self._met.pop(shape.bucket)
+        self._recorded[shape.bucket] = self._warm.pop(shape.bucket)
         while len(self._recorded) > MAX_GRAPHS or self._output_bytes() > MAX_OUTPUT_BYTES:
             del self._recorded[next(iter(self._recorded))]
 
@@ -281,18 +282,18 @@ class StepGraphs:
         return sum(shape.nbytes for shape in self._recorded.values())
 
     def _refuse(self, reason: str) -> None:
-        """Record nothing of the model any more, in later calls neither."""
+        """Capture no more steps of the model, in later calls neither."""
         self.refusal = reason
         self.clear()
         graph_store.refuse(self._model, reason)
-        _say_once(type(self._model).__name__, reason, logging.WARNING)
+        _log_once(type(self._model).__name__, reason, logging.WARNING)
 
 
 def is_of_transformers(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is one that transformers itself registers."""
+    """Return True for hooks that transformers registers."""
     return getattr(hook, "__module__", "").partition(".")[0] == "transformers"
 
 
 @cache
-def _say_once(name: str, reason: str, level: int) -> None:
+def _log_once(name: str, reason: str, level: int) -> None:
     logger.log(level, "steps of %s run without CUDA graphs: %s", name, reason)

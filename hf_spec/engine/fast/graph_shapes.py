@@ -1,4 +1,4 @@
-"""Shapes of packed steps: inputs that stand where a graph looks for them, padded to a few sizes."""
+"""Shapes of packed steps for CUDA graphs: inputs at fixed addresses, padded to a few sizes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from hf_spec.engine.forward.kernel_layout import (
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.step import PackedStep
 
-# Inputs on the device, (T, ...) each, and the step they belong to -> outputs, (T, ...) each.
+# (inputs on the device, (T, ...) each; their step) -> outputs, (T, ...) each.
 Compute = Callable[[list[Tensor], PackedStep], list[Tensor]]
 
-# How much larger a shape may be than the step that it takes in.
+# Largest ratio of the tokens of a shape to those of a step that runs in it.
 MAX_GROWTH = 2
 
 
 class _Variant(threading.local):
-    """Kind of step that this thread computes, for models with several kinds."""
+    """Key of the kind of step that this thread computes, for models with several kinds."""
 
     key: Hashable = None
 
@@ -43,9 +43,9 @@ _variant = _Variant()
 
 @contextmanager
 def step_variant(key: Hashable) -> Iterator[None]:
-    """Give steps of this thread inside the block shapes of their own.
+    """Separate the shapes of this thread's steps inside the block from all others.
 
-    For a model that computes something else there with inputs of the same sizes.
+    For models that compute something else there with inputs of the same sizes.
     """
     before, _variant.key = _variant.key, (_variant.key, key)
     try:
@@ -56,9 +56,12 @@ def step_variant(key: Hashable) -> Iterator[None]:
 
 @dataclass
 class Inputs:
-    """What a step is told: tensors on the host or the device; places and layout on the host.
+    """Inputs of a step.
 
-    `sees` are the bits of the layout where these are on the device.
+    Attributes:
+        tensors: inputs of the model, on the host or the device.
+        layout, places: layout and slot mapping of the step, on the host.
+        sees: `bits` of the layout if they were computed on the device.
     """
 
     tensors: Sequence[Tensor]
@@ -68,11 +71,11 @@ class Inputs:
 
     @property
     def kinds(self) -> list[tuple[object, ...]]:
-        """All but the rows of the tensors, and what is computed from them."""
+        """Key of the computation and of the tensors, their numbers of rows excluded."""
         return [(_variant.key,), *((t.device, t.dtype, t.shape[1:]) for t in self.tensors)]
 
     def hosted(self, bucket: Bucket, capacity: int) -> list[Tensor]:
-        """What is on the host, padded: the tensors among them, the places, and the layout's."""
+        """Return all host tensors, padded: those of `tensors`, the slot mapping, the layout."""
         tensors = [
             _lengthened(tensor, rows)
             for tensor, rows in zip(self.tensors, bucket.rows, strict=True)
@@ -84,7 +87,7 @@ class Inputs:
 
 
 class Bucket(NamedTuple):
-    """All that a graph fixes: the sizes of its layout; rows of its tensors, and their kinds."""
+    """Sizes that a graph fixes: those of its layout, rows of its tensors, and their kinds."""
 
     sizes: Sizes
     rows: tuple[int, ...]
@@ -92,23 +95,23 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs) -> Bucket:
-        """The one that is made for a step like this."""
+        """Return the bucket of a step."""
         rows = tuple(round_up(len(tensor)) for tensor in inputs.tensors)
         return cls(Sizes.of(inputs.layout), rows, tuple(inputs.kinds))
 
     def holds(self, inputs: Inputs) -> bool:
-        """Whether a step can run in this shape, and without much more work."""
+        """Return True if a step fits, without much more work."""
         least = tuple(len(tensor) for tensor in inputs.tensors)
         return (
             self.kinds == tuple(inputs.kinds)
             and self.sizes.tokens <= MAX_GROWTH * round_up(least[0])
             and self.sizes.hold(inputs.layout)
-            and all(mine >= theirs for mine, theirs in zip(self.rows, least, strict=True))
+            and all(rows >= needed for rows, needed in zip(self.rows, least, strict=True))
         )
 
 
 class Shape:
-    """One shape of steps: where its inputs stand, its graph, and where its outputs are."""
+    """Fixed buffers of one shape of steps, and its graph once it is captured."""
 
     def __init__(self, bucket: Bucket, inputs: Inputs, capacity: int, device: torch.device):
         self.uses = self.nbytes = 0
@@ -118,30 +121,30 @@ class Shape:
         self._device = device
         self._capacity = capacity
         self._buffer = PinnedBuffer(inputs.hosted(bucket, capacity), device)
-        standing = iter(self._buffer.tensors)
+        fixed = iter(self._buffer.tensors)
         self.inputs = [
-            next(standing) if t.device.type == "cpu" else t.new_zeros(rows, *t.shape[1:])
+            next(fixed) if t.device.type == "cpu" else t.new_zeros(rows, *t.shape[1:])
             for t, rows in zip(inputs.tensors, bucket.rows, strict=True)
         ]
-        self._places = next(standing)
+        self._places = next(fixed)
         wide = padded(inputs.layout, bucket.sizes, capacity)
-        self._layout = with_tensors(wide, list(standing))
+        self._layout = with_tensors(wide, list(fixed))
 
     def fill(self, inputs: Inputs) -> None:
-        """Put the inputs of a step where they are looked for."""
+        """Copy the inputs of a step to the fixed addresses."""
         self._buffer.fill(inputs.hosted(self.bucket, self._capacity))
-        for mine, tensor in zip(self.inputs, inputs.tensors, strict=True):
+        for buffer, tensor in zip(self.inputs, inputs.tensors, strict=True):
             if tensor.device.type != "cpu":
-                mine[: len(tensor)] = tensor
+                buffer[: len(tensor)] = tensor
         if (sees := inputs.sees) is not None:
             self._layout.bits[: sees.shape[0], : sees.shape[1]] = sees
 
     def step(self, pool: KVPool) -> PackedStep:
-        """The step as the attention function takes it."""
+        """Return the step as the attention function reads it."""
         return PackedStep.of_layout(pool, self._layout, self._places, self._device)
 
     def record(self, compute: Compute, pool: KVPool, memory: Any) -> None:
-        """Record what `compute` launches; nothing runs yet."""
+        """Capture the launches of `compute` without running them."""
         with recording(self._device, memory) as graph:
             self.outputs = compute(self.inputs, self.step(pool))
         self.graph = graph

@@ -1,7 +1,7 @@
-"""Decoder layers as one call: C++ that was generated of a layer, and what it is called with.
+"""Compiled decoder layers: generated C++ and the structures that it is called with.
 
-A program computes norms, rotations and sums by itself, and calls `packed_linear`, `kv_write` and
-`ragged_tree_attention` for the rest. The structures are those of `layer.h`.
+The C++ computes norms, rotary embeddings and sums, and calls the kernels of `packed_linear`,
+`kv_write` and `ragged_tree_attention`. The structures mirror those of `layer.h`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Attention", "BuildError", "Call", "Storage", "Weight", "build_layer"
 
 
 class Weight(ctypes.Structure):
-    """A weight, and what multiplies with it."""
+    """A weight and the kernel that reads it."""
 
     _fields_ = (("multiply", ctypes.c_void_p), ("numbers", ctypes.c_void_p))
 
@@ -34,13 +34,13 @@ class Storage(ctypes.Structure):
     )
 
     def point_to(self, buffer: torch.Tensor) -> None:
-        """Mean (S, H, C, D) keys or values."""
+        """Point to (S, H, C, D) keys or values."""
         self.numbers = buffer.data_ptr()
         self.slot, self.head, self.place, _ = buffer.stride()
 
 
 class Attention(ctypes.Structure):
-    """What a layer attends to; `window` and `chunk` are 0 for none."""
+    """Kernels and KV buffers of a layer's attention; `window` and `chunk` are 0 for none."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("write", "attend")),
@@ -52,10 +52,10 @@ class Attention(ctypes.Structure):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Attention:
-        """With the kernels of a dtype.
+        """Return the structure with the kernels of a dtype.
 
         Raises:
-            BuildError: where they cannot be built.
+            BuildError: if they cannot be built.
         """
         return cls(kv_write.address(), ragged_tree_attention.address(dtype))
 
@@ -70,7 +70,7 @@ class Call(ctypes.Structure):
 
 
 def weight_of(weight: PackedWeight | torch.Tensor) -> Weight:
-    """A weight that is packed, or (N, K), contiguous."""
+    """Return the structure of a packed weight or a contiguous (N, K) weight."""
     if isinstance(weight, PackedWeight):
         return Weight(multiplier(weight), weight.blocks.data_ptr())
     return Weight(None, weight.data_ptr())

@@ -1,8 +1,7 @@
-// What the generated programs of decoder layers are made of (`hf_spec/backend/cpu/layer_source.py`).
+// Building blocks of the C++ generated for decoder layers (`hf_spec/backend/cpu/layer_source.py`).
 //
-// Numbers are float while they are computed with; those of a bfloat16 tensor are rounded to one
-// after every operation, as PyTorch rounds them. Everything here is written for loops that the
-// compiler turns into vectors.
+// Arithmetic is in float; values of a bfloat16 tensor are rounded to bfloat16 after every operation,
+// as in PyTorch. All functions are written for loops that the compiler vectorizes.
 
 #pragma once
 
@@ -14,13 +13,13 @@
 
 inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// A weight: packed, with the function of `packed_linear` that reads it, or as it lies, without one.
+// A weight: packed, with the function of `packed_linear` that reads it, or unpacked without one.
 struct Weight {
     void (*multiply)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int);
     const void* numbers;
 };
 
-// Where keys or values are stored, and the steps between slots, heads and places, in numbers.
+// Buffer of keys or values, and its strides between slots, heads and places, in elements.
 struct Storage {
     void* numbers;
     int64_t slot, head, place;
@@ -49,11 +48,11 @@ struct Call {
     int64_t threads;
 };
 
-// Numbers in memory, to compute with.
+// Values in memory, as float.
 inline float number(float value) { return value; }
 inline float number(bfloat16 value) { return widened(value); }
 
-// As bfloat16 has it.
+// Rounded to bfloat16.
 inline float rounded(float value) {
     bfloat16 narrowed;
     narrow(value, narrowed);
@@ -64,7 +63,7 @@ inline float square(float x) { return x * x; }
 
 inline float cube(float x) { return x * x * x; }
 
-// e to the power of x, without a branch.
+// Branch-free exponential.
 inline float exp_of(float x) {
     constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds
     const float limited = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
@@ -93,7 +92,7 @@ inline float gelu_tanh_of(float x) {
     return 0.5f * x * (1.0f + tanh_of(inner));
 }
 
-// Rows of states times a weight of (outputs, inputs).
+// GEMM of rows of states with a weight of (outputs, inputs).
 template <typename T>
 void multiply(const Weight& weight, const T* states, const void* bias, T* results, int64_t rows,
               int64_t inputs, int64_t outputs, int threads) {
@@ -113,7 +112,7 @@ void multiply(const Weight& weight, const T* states, const void* bias, T* result
     }
 }
 
-// Puts new keys or values where they belong; steps between tokens and heads are in numbers.
+// Writes new keys or values to their places; strides between tokens and heads are in elements.
 template <typename T>
 void store(const Attention& attention, const Storage& to, const int32_t* places, const T* states,
            int64_t token, int64_t head, int64_t tokens, int64_t heads, int64_t width) {
@@ -123,7 +122,7 @@ void store(const Attention& attention, const Storage& to, const int32_t* places,
                         SIZE * to.place, places, tokens, heads, SIZE * width);
 }
 
-// Lets queries attend to what the step shows them.
+// Attention of queries on the places that the step's layout shows them.
 template <typename T>
 void attend(const Attention& attention, const void* layout, const T* query, int64_t token,
             int64_t head, T* results, const float* sinks, float scale, float softcap, int64_t heads,
@@ -135,8 +134,8 @@ void attend(const Attention& attention, const void* layout, const T* query, int6
                      threads);
 }
 
-// Memory of a thread for one call. It is kept for the next one, but what a long prompt took is freed
-// by the first step after it.
+// Scratch memory of a thread, reused by later calls. The first step after a long prompt frees the
+// memory that only the prompt needed.
 inline char* scratch(int64_t bytes) {
     constexpr int64_t MAX_KEPT = 32 << 20;
     static thread_local std::vector<char> memory;

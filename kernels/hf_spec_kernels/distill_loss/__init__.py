@@ -1,4 +1,4 @@
-"""Distance of a student's logits to a teacher's, without tables of log-probabilities."""
+"""Distillation loss of a student's logits, without materialized log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ def distill_loss(
     weights: DistillWeights | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Sum over places of soft * D(teacher, student) + hard * -log student(label).
+    """Return the sum over positions of soft * D(teacher, student) + hard * -log student(label).
 
     Args:
-        logits: (T, V) of the student, any strides but the last, which is 1. Only they get a
-            gradient.
-        teacher_logits: (T, V). Where the teacher has probability 0 the student's logit does not
-            matter, even if it is -inf; where it has some, a student of -inf makes the loss
-            infinite. Logits with NaN or +inf, or all -inf, make it NaN.
-        labels: (T,) int64 below V; a negative one leaves the hard part of its place out.
-        weights: soft cross-entropy alone by default.
+        logits: (T, V) of the student, with last stride 1. Only they get a gradient.
+        teacher_logits: (T, V). Tokens with teacher probability 0 are ignored, even if the student's
+            logit is -inf; otherwise a student logit of -inf gives an infinite loss. Logits with NaN
+            or +inf, or all -inf, give NaN.
+        labels: (T,) int64 below V; a negative label skips the hard part at its position.
+        weights: only soft cross-entropy by default.
         impl: see the package.
 
     Returns:

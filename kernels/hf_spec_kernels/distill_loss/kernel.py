@@ -6,8 +6,9 @@ With z the student's logits, y the teacher's, s the temperature and p = softmax(
     hard = logsumexp(z) - z[label]
     d soft / d z = (softmax(z / s) - p) / s        d hard / d z = softmax(z) - onehot(label)
 
-All sums run over the vocabulary once, rescaled whenever a larger logit turns up. The forward keeps
-three logarithms of sums per place; the backward computes probabilities from them.
+All sums are computed in one pass over the vocabulary, rescaled whenever a larger logit occurs. The
+forward pass stores three log-sum-exps per position; the backward pass computes probabilities from
+them.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803, PLR0913 - compile-time names are upper-case, pointers are many
@@ -30,9 +31,9 @@ OP = "distill_loss"
 
 @triton.jit
 def _raise_top(values, top):
-    """The running maximum with a block of values added, and what earlier sums shrink by."""
+    """Return the running maximum including a block, and the factor that rescales earlier sums."""
     new_top = tl.maximum(top, tl.max(values, axis=0))
-    # Nothing was added up before the first finite value.
+    # The sum is 0 before the first finite value.
     return new_top, tl.where(top == float("-inf"), 0.0, tl.exp(top - new_top))
 
 
@@ -42,7 +43,7 @@ def forward_kernel(
     stride_student, stride_teacher, vocab_size, soft, hard, inverse_temperature,
     BLOCK_V: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
-    """Loss (T,) float32; sums (T, 3) float32: logsumexp of z / s, of z and of y."""
+    """Write losses (T,) float32 and sums (T, 3) float32: logsumexp of z / s, of z and of y."""
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * stride_student
     teacher_ptr += row * stride_teacher
@@ -59,7 +60,7 @@ def forward_kernel(
         z = tl.load(student_ptr + index, mask=mask, other=float("-inf")).to(tl.float32)
         y = tl.load(teacher_ptr + index, mask=mask, other=float("-inf")).to(tl.float32)
         new_z, shrink = _raise_top(z, top_z)
-        # A block of -inf alone adds nothing.
+        # A block of only -inf adds nothing.
         base = tl.where(new_z == float("-inf"), 0.0, new_z)
         sum_z = sum_z * shrink + tl.sum(tl.exp(z - base), axis=0)
         shrink = tl.where(
@@ -71,7 +72,7 @@ def forward_kernel(
         base = tl.where(top_y == float("-inf"), 0.0, top_y)
         weight = tl.exp(y - base)
         sum_y = sum_y * shrink + tl.sum(weight, axis=0)
-        # 0 log 0 = 0, also where a weight was rescaled to nothing; a NaN passes on.
+        # 0 log 0 = 0, also where a weight was rescaled to 0; NaN propagates.
         cross = tl.where(shrink == 0.0, 0.0, cross) * shrink
         cross += tl.sum(weight * tl.where(weight == 0.0, 0.0, z), axis=0)
         own = own * shrink + tl.sum(weight * tl.where(weight == 0.0, 0.0, y), axis=0)

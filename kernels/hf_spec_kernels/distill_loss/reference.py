@@ -1,4 +1,4 @@
-"""Distillation loss with torch; the gradient is autograd's."""
+"""Reference of `distill_loss`, differentiated by autograd."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ DIVERGENCES = ("cross_entropy", "kl")
 
 @dataclass(frozen=True)
 class DistillWeights:
-    """What the loss is made of.
+    """Weights and settings of the distillation loss.
 
     Attributes:
-        soft: of the distance to the teacher's distribution.
-        hard: of the cross-entropy with the labels.
-        temperature: the student's logits are divided by it in the soft part, the teacher's are not.
-        divergence: of the soft part, "cross_entropy" or "kl"; they differ by the teacher's entropy,
-            which has no gradient.
+        soft: weight of the divergence from the teacher's distribution.
+        hard: weight of the cross-entropy with the labels.
+        temperature: divides the student's logits in the soft part, but not the teacher's.
+        divergence: "cross_entropy" or "kl"; they differ by the teacher's entropy, which has no
+            gradient.
     """
 
     soft: float = 1.0
@@ -38,7 +38,7 @@ class DistillWeights:
 def distill_loss_ref(
     logits: Tensor, teacher_logits: Tensor, labels: Tensor, weights: DistillWeights
 ) -> Tensor:
-    """See `distill_loss`."""
+    """Compute `distill_loss`."""
     student, teacher = logits.float(), teacher_logits.detach().float()
     probs = teacher.softmax(dim=-1)
     wanted = (student / weights.temperature).log_softmax(dim=-1)

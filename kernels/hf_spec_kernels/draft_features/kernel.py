@@ -1,7 +1,7 @@
-"""Largest probabilities and entropy in Triton, a program per distribution.
+"""Largest probabilities and entropy in Triton, one program per distribution.
 
-A program keeps the k largest values so far. Of each block it takes the maximum as long as that
-beats the smallest of them, which after the first blocks it rarely does.
+A program stores the k largest values so far. From each block it takes the maximum while that
+exceeds the smallest stored value, which is rare after the first blocks.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803, PLR0913 - compile-time names are upper-case, arguments many
@@ -24,10 +24,10 @@ def draft_features_kernel(
     probs_ptr, out_ptr, stride_probs, vocab_size,
     NUM_TOP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Out: (M, NUM_TOP + 1) float32."""
+    """Write (M, NUM_TOP + 1) float32 to `out_ptr`."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_K)
-    # Spare places hold what nothing replaces.
+    # Unused places hold inf, which is never replaced.
     best = tl.where(place < NUM_TOP, 0.0, float("inf"))
     entropy = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, vocab_size, BLOCK_V):

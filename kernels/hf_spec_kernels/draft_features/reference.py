@@ -1,4 +1,4 @@
-"""Largest probabilities and entropy with torch."""
+"""Reference of `draft_features`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 def draft_features_ref(draft_probs: Tensor, num_top: int) -> Tensor:
-    """See `draft_features`."""
+    """Compute `draft_features`."""
     probs = draft_probs.float()
     top = probs.topk(min(num_top, probs.shape[-1]), dim=-1).values
     top = F.pad(top, (0, num_top - top.shape[-1]))

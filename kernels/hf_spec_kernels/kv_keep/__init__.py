@@ -1,4 +1,4 @@
-"""Accepted rows moved together."""
+"""Move accepted keys and values together."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hf_spec_kernels.kv_keep.reference import Moves, kv_keep_ref
 
 
 def kv_keep(buffers: Sequence[Tensor], moves: Moves, impl: str = "auto") -> None:
-    """Copy places of slots to the front of where they lie, in place, in every buffer.
+    """Copy keys and values to other places of their slots, in place, in every buffer.
 
-    Sources and targets may overlap in any way: all of a move is read before any of it is written.
+    Sources and targets may overlap: a move is read completely before it is written.
 
     Args:
         buffers: keys and values of all layers, (S, H, C, D) each; H and D may differ. Changed.
-        moves: the same for all of them.
+        moves: applied to every buffer.
         impl: see the package.
     """
     if not buffers:

@@ -1,7 +1,7 @@
-"""Moving rows together in Triton, one launch for all layers whose buffers look alike.
+"""`kv_keep` in Triton, with one launch for all buffers of the same shape, strides and dtype.
 
-A program moves some elements of one head of one buffer. It holds the whole move at a time and
-writes after a barrier, so it does not matter how sources and targets overlap.
+A program moves some elements of one head of one buffer. It loads the whole move and writes after a
+barrier, so sources and targets may overlap.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803, PLR0913 - compile-time names are upper-case, pointers are many
@@ -21,9 +21,9 @@ from hf_spec_kernels.dispatch import DTYPES, check_tensor, launches
 from hf_spec_kernels.kv_keep.reference import Moves
 
 OP = "kv_keep"
-# Elements that a program holds at a time, and so the longest move.
+# Elements per program, and so the longest move.
 TILE = 4096
-# Bytes that a thread loads at once, if buffers begin at multiples of that.
+# Bytes per load of a thread, for buffers with this alignment.
 VECTOR = 16
 
 
@@ -45,7 +45,7 @@ def kv_keep_kernel(
     mask_p = step < tl.load(source_start_ptr + move + 1) - first
     source = tl.load(source_ptr + first + step, mask=mask_p, other=0).to(tl.int64)
     target = tl.load(target_ptr + move).to(tl.int64) + step
-    # An address out of memory is nothing the compiler knows to be a multiple of anything.
+    # The compiler cannot infer the alignment of an address that is loaded from memory.
     base = tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), VECTOR)
     base += tl.load(slot_ptr + move).to(tl.int64) * stride_s
     base += tl.program_id(1).to(tl.int64) * stride_h
@@ -75,7 +75,7 @@ def kv_keep(buffers: Sequence[Tensor], moves: Moves) -> None:
         block_d = min(triton.next_power_of_2(shape[3]), max(1, TILE // block_p))
         grid = (num_moves * triton.cdiv(shape[3], block_d), shape[1], len(addresses))
         aligned = all(address % VECTOR == 0 for address in addresses)
-        # No thread without a load of its own.
+        # Every thread has a load.
         threads = block_p * block_d * dtype.itemsize // VECTOR
         launches[OP] += 1
         kv_keep_kernel[grid](
@@ -86,7 +86,7 @@ def kv_keep(buffers: Sequence[Tensor], moves: Moves) -> None:
             moves.source_start,
             *strides[:3],
             shape[3],
-            # Only bits are moved.
+            # Only bits are copied.
             ELEMENT=tl.int32 if dtype.itemsize == 4 else tl.int16,
             VECTOR=VECTOR if aligned else dtype.itemsize,
             BLOCK_P=block_p,
@@ -97,5 +97,5 @@ def kv_keep(buffers: Sequence[Tensor], moves: Moves) -> None:
 
 @lru_cache(maxsize=64)
 def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """The addresses on the device; a pool keeps its buffers for many steps."""
+    """Return the addresses on the device; cached, since a pool keeps its buffers for many steps."""
     return torch.tensor(addresses, dtype=torch.int64, device=device)

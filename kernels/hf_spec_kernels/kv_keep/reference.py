@@ -1,4 +1,4 @@
-"""Moving rows together with indexing, which reads everything before it writes."""
+"""Reference of `kv_keep` with indexing, which reads everything before it writes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moves:
-    """R moves, each of some places of one slot to consecutive places of the same slot.
+    """R moves, each from some places of a slot to consecutive places of the same slot.
 
     Attributes:
-        slot: (R,) int32; no slot twice.
-        target: (R,) int32, where the first of them goes.
-        source: (M,) int32, the places to copy, move by move.
-        source_start: (R + 1,) int32, where each move begins among them.
-        max_sources: most of any move, on the host; a bound is fine.
+        slot: (R,) int32, without duplicates.
+        target: (R,) int32, first target place of each move.
+        source: (M,) int32, source places of all moves in order.
+        source_start: (R + 1,) int32, start of each move in `source`.
+        max_sources: largest number of sources of a move, or an upper bound, on the host.
     """
 
     slot: Tensor
@@ -29,7 +29,7 @@ class Moves:
 
 
 def kv_keep_ref(buffers: Sequence[Tensor], moves: Moves) -> None:
-    """See `kv_keep`; waits for the device."""
+    """Compute `kv_keep`; synchronizes with the device."""
     lengths = moves.source_start.diff()
     slots = moves.slot.repeat_interleave(lengths).long()
     first = (moves.target - moves.source_start[:-1]).repeat_interleave(lengths)

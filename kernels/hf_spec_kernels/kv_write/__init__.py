@@ -1,4 +1,4 @@
-"""New keys and values into their slots."""
+"""Write new keys and values to their slots."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def kv_write(
     place: Tensor,
     impl: str = "auto",
 ) -> None:
-    """Write keys and values of packed tokens into a pool, in place.
+    """Write keys and values of packed tokens to a pool, in place.
 
-    It is a launch of its own: an attention launched later on the same stream reads what it wrote.
+    Attention launched later on the same stream reads the new values.
 
     Args:
         key: (T, H, D), any strides but the last, which is 1.
         value: (T, H, Dv).
         keys: (S, H, C, D) of the same dtype, S slots of C places; changed.
         values: (S, H, C, Dv); changed.
-        place: (2, T) int32, slot and place of each token. A token of slot -1 is left out; two
-            tokens must not share a place.
+        place: (2, T) int32, slot and index in it of each token. Tokens of slot -1 are skipped; two
+            tokens must not have the same place.
         impl: see the package.
     """
     chosen = implementation(key, impl, cpu.SOURCE)
@@ -46,7 +46,7 @@ def kv_write(
 
 
 def _check(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
-    """Refuse what a kernel would misread: a TypeError or ValueError names it."""
+    """Raise `TypeError` or `ValueError` for arguments that the kernels do not support."""
     device, dtype = key.device, key.dtype
     num_tokens, num_heads, head_size = key.shape
     check_tensor("key", key, (None, None, None), DTYPES, device)

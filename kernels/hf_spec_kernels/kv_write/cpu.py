@@ -1,4 +1,4 @@
-"""Calling the C++ kernel."""
+"""Caller of the C++ kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def kv_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Te
 
 
 def address() -> int:
-    """Where the kernel is, for other C++ to call."""
+    """Return the address of the kernel, for other C++ to call."""
     return ctypes.cast(_library().kv_write, _ADDRESS).value or 0
 
 

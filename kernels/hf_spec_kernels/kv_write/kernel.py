@@ -1,4 +1,4 @@
-"""Writing keys and values in Triton: a program copies the heads of some tokens."""
+"""`kv_write` in Triton; each program copies the heads of some tokens."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803, PLR0913 - compile-time names are upper-case, pointers are many
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_spec_kernels.dispatch import launches
 
 OP = "kv_write"
-# Elements that a program holds at a time.
+# Elements per program.
 TILE = 4096
 
 
@@ -33,7 +33,7 @@ def kv_write_kernel(
     HEAD: tl.constexpr, VALUE_HEAD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A row is one head of one token."""
+    """Copy rows; a row is one head of one token."""
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     token, head = row // num_heads, row % num_heads
     inside = token < num_tokens

@@ -1,4 +1,4 @@
-"""Writing keys and values with indexing."""
+"""Reference of `kv_write` with indexing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def kv_write_ref(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
-    """See `kv_write`; waits for the device."""
+    """Compute `kv_write`; synchronizes with the device."""
     (written,) = (place[0] >= 0).nonzero(as_tuple=True)
     slot, where = place[:, written].long()
     keys[slot, :, where] = key[written]

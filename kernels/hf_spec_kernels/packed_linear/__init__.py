@@ -1,7 +1,7 @@
-"""Linear layers of a few rows on a CPU, with weights in the order in which memory hands them out.
+"""Linear layers of a few rows on a CPU, with weights packed for sequential reads.
 
-At few rows a product takes as long as reading the weight. A result depends on its row alone: each
-is summed up from the first input to the last, whatever else is in the batch.
+With few rows a GEMM is memory-bound: it takes as long as reading the weight. Each result is summed
+from the first input to the last, so its bits depend on its row only, not on the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_spec_kernels.dispatch import CPU_DTYPES, launches
 
 __all__ = ["BuildError", "PackedWeight", "pack_weight", "packed_linear"]
 
-# Of states and weights -> the name of what multiplies them.
+# (dtype of states, dtype of weights) -> suffix of the C++ functions.
 _NAMES = {
     **{(dtype, dtype): name for dtype, name in CPU_DTYPES.items()},
     (torch.float32, torch.bfloat16): "float32_by_bfloat16",
@@ -31,13 +31,13 @@ _SIGNATURE = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight of (N, K), as `packed_linear` reads it.
+    """An (N, K) weight, packed for `packed_linear`.
 
     Attributes:
-        blocks: (ceil(N / b), ceil(K / i), b, i), the weights of b outputs for i inputs, then for
-            the next ones; zeros after the last output and input. The processor decides on b and i.
+        blocks: (ceil(N / b), ceil(K / i), b, i), blocks of b outputs by i inputs, padded with
+            zeros. b and i depend on the processor.
         num_outputs, num_inputs: N and K.
-        dtype: of the states that it is for.
+        dtype: dtype of the states.
     """
 
     blocks: Tensor
@@ -68,12 +68,12 @@ def pack_weight(weight: Tensor, states: torch.dtype | None = None) -> PackedWeig
 
     Args:
         weight: float32 or bfloat16, on the CPU.
-        states: the dtype of the states; by default the weight's. Weights in bfloat16 take states
-            in float32, too, which are rounded where the processor multiplies bfloat16 by itself.
+        states: dtype of the states, the weight's by default. Weights in bfloat16 also support
+            states in float32, which processors with bfloat16 instructions round.
 
     Raises:
-        TypeError: for anything else.
-        BuildError: where the kernel cannot be built.
+        TypeError: for other dtypes or devices.
+        BuildError: if the kernel cannot be built.
     """
     states = weight.dtype if states is None else states
     if (states, weight.dtype) not in _NAMES or weight.device.type != "cpu":
@@ -94,14 +94,12 @@ def pack_weight(weight: Tensor, states: torch.dtype | None = None) -> PackedWeig
 def packed_linear(
     states: Tensor, weight: PackedWeight, bias: Tensor | None = None, impl: str = "auto"
 ) -> Tensor:
-    """`F.linear` with a packed weight; no gradients.
-
-    Sums are float32, rounded to the dtype at the end.
+    """Compute `F.linear` with a packed weight, without gradients; sums are float32.
 
     Args:
-        states: (..., K), on the CPU, of the dtype that the weight was packed for.
+        states: (..., K), on the CPU, in the dtype that the weight was packed for.
         weight: from `pack_weight`.
-        bias: (N,), contiguous, likewise, or None.
+        bias: (N,), contiguous, in the dtype of the states, or None.
         impl: "auto" is the kernel, "torch" the reference.
 
     Returns:

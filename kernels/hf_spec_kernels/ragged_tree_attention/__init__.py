@@ -1,4 +1,4 @@
-"""Attention of packed token trees against a pool of keys and values."""
+"""Attention of packed token trees on a pool of keys and values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["RaggedLayout", "Scoring", "implementation", "pack_bits", "ragged_tre
 
 
 def implementation(query: Tensor, values: Tensor, impl: str = "auto") -> str:
-    """What `ragged_tree_attention` runs for such tensors: "triton", "cpp" or "torch"."""
+    """Return what `ragged_tree_attention` runs for such tensors: "triton", "cpp" or "torch"."""
     if impl == "auto" and max(query.shape[-1], values.shape[-1]) > MAX_HEAD_SIZE:
         return "torch"
-    found = dispatch.implementation(query, impl, cpu.SOURCE)
-    # Under autocast layers may hand over states of another dtype than their buffers have.
-    mixed = impl == "auto" and found == "cpp" and values.dtype != query.dtype
-    return "torch" if mixed else found
+    selected = dispatch.implementation(query, impl, cpu.SOURCE)
+    # Under autocast the dtype of states may differ from that of their buffers.
+    mixed = impl == "auto" and selected == "cpp" and values.dtype != query.dtype
+    return "torch" if mixed else selected
 
 
 def ragged_tree_attention(
@@ -36,20 +36,19 @@ def ragged_tree_attention(
     scoring: Scoring | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Let every packed query attend to what it sees of its own slot.
+    """Compute attention of every packed query on the visible places of its slot.
 
     Args:
-        query: (T, H, D) float32, float16 or bfloat16; any strides but the last, which is 1.
+        query: (T, H, D) float32, float16 or bfloat16; with last stride 1.
         keys: (S, H_kv, C, D), S slots of C places; H is a multiple of H_kv.
-        values: (S, H_kv, C, Dv), which may differ from D. Keys and values of the queries
-            themselves must have been written before.
-        layout: which queries look at which slot and what of it they see.
+        values: (S, H_kv, C, Dv). Keys and values of the queries themselves must have been written.
+        layout: slot and visible places of each query.
         scoring: scale, window, cap, biases and sinks; plain by default.
         impl: see the package.
 
     Returns:
-        (T, H, Dv) in the dtype of `query`, sums in float32; zeros for a query that sees nothing,
-        NaN for one that sees Inf or NaN, which reach nobody else.
+        (T, H, Dv) in the dtype of `query`, with float32 sums. Queries without visible places get
+        zeros; Inf or NaN in visible keys or values give NaN for that query only.
     """
     scoring = scoring or Scoring()
     chosen = implementation(query, values, impl)
@@ -59,6 +58,6 @@ def ragged_tree_attention(
         return cpu.ragged_tree_attention(query, keys, values, layout, scoring)
     from hf_spec_kernels.ragged_tree_attention import launch
 
-    # Triton launches on the current device, which need not be that of the layer.
+    # Triton launches on the current device, which may differ from the layer's.
     with torch.cuda.device_of(query):
         return launch.ragged_tree_attention(query, keys, values, layout, scoring)

@@ -1,4 +1,4 @@
-"""Calling the C++ kernel."""
+"""Caller of the C++ kernel."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def ragged_tree_attention(
 
 
 def address(dtype: torch.dtype) -> int:
-    """Where the kernel is, for other C++ to call."""
+    """Return the address of the kernel, for other C++ to call."""
     return ctypes.cast(_function(dtype), _ADDRESS).value or 0
 
 

@@ -1,4 +1,4 @@
-"""What the packed queries of a ragged batch look at, as flat tensors."""
+"""Visible places of the packed queries of a ragged batch, as flat tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TENSORS = (
 
 
 class Addresses(ctypes.Structure):
-    """The tensors of a layout and their sizes, as the C++ kernel reads them."""
+    """Addresses of a layout's tensors and their sizes, for the C++ kernel."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _TENSORS),
@@ -32,25 +32,25 @@ class Addresses(ctypes.Structure):
 
 @dataclass(frozen=True)
 class RaggedLayout:
-    """G segments of consecutive queries; those of one segment look at one slot.
+    """G segments of consecutive queries, each on one slot.
 
-    Every query of a segment sees the slot's first `prefix` places. Of the places from there to
-    `num_keys` it sees those whose bit is set. A segment may have no queries and no keys.
+    Every query of a segment sees the slot's first `prefix` places, and those from `prefix` to
+    `num_keys` whose bit is set. A segment may have no queries and no keys.
 
     Attributes:
         slot: (G,) int32.
-        query_start: (G + 1,) int32, where each segment begins among the T queries; the segments
-            cover all of them.
-        num_keys: (G,) int32, places of the slot in use.
+        query_start: (G + 1,) int32, start of each segment among the T queries, all of which are
+            covered.
+        num_keys: (G,) int32, used places of the slot.
         prefix: (G,) int32, at most `num_keys`.
         bits: (T, W) uint8; bit j % 8 of byte j // 8 is place `prefix + j`. W may be 0.
-        position: (T,) int32, the true position of each query.
-        first_position: (G,) int32, the true position of place 0. Positions of a prefix are
-            consecutive. This and the next are read for windows and ALiBi only.
-        key_position: flat int32, the true positions of the places after the prefix of each
-            segment; none is further from the first place by position than by place.
-        key_start: (G,) int32, where a segment's positions begin there.
-        max_queries, max_keys: most of any segment, on the host; bounds are fine.
+        position: (T,) int32, position of each query.
+        first_position: (G,) int32, position of place 0; positions of a prefix are consecutive. Read
+            for windows and ALiBi only, like the next two.
+        key_position: flat int32, positions of the places after each segment's prefix; a position
+            is at most as far from the first one as its place is from place 0.
+        key_start: (G,) int32, start of each segment in `key_position`.
+        max_queries, max_keys: most of a segment, or upper bounds, on the host.
     """
 
     slot: Tensor
@@ -66,15 +66,12 @@ class RaggedLayout:
     max_keys: int
 
     def check(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Refuse arguments of `ragged_tree_attention` that the kernel would misread.
-
-        The TypeError or ValueError names the argument and what it should be.
-        """
+        """Raise `TypeError` or `ValueError` for arguments that the kernels do not support."""
         self.check_states(query, keys, values)
         self.check_tensors(query.device)
 
     def check_states(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        """The part of `check` that looks at the arguments."""
+        """Check queries, keys and values."""
         device, dtype = query.device, query.dtype
         check_tensor("query", query, (None, None, None), DTYPES, device)
         check_tensor("layout.position", self.position, (query.shape[0],), torch.int32, device)
@@ -90,7 +87,7 @@ class RaggedLayout:
             )
 
     def check_tensors(self, device: torch.device) -> None:
-        """The part of `check` that looks at the layout itself."""
+        """Check the tensors of the layout."""
         size, num_tokens = self.slot.shape[0], self.position.shape[0]
         others = {"query_start": size + 1, "position": num_tokens, "key_position": None}
         for name in ("slot", "num_keys", "prefix", "first_position", "key_start", *others):
@@ -102,7 +99,7 @@ class RaggedLayout:
 
     @cached_property
     def addresses(self) -> Addresses:
-        """For the C++ kernel, which many layers call with one layout; checked."""
+        """C++ structure, checked once for all layers that read the layout."""
         self.check_tensors(torch.device("cpu"))
         pointers = (getattr(self, name).data_ptr() for name in _TENSORS)
         return Addresses(*pointers, self.slot.shape[0], self.bits.shape[1])
@@ -110,18 +107,18 @@ class RaggedLayout:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How queries weigh keys.
+    """Scores of queries and keys.
 
     score = softcap * tanh(scale * q.k / softcap) + slope * (key position - query position)
 
     Attributes:
         scale: 1 / sqrt(D) by default.
-        window: how far back a query sees by true positions, itself included; None for all.
+        window: number of positions that a query sees, itself included; None for all.
         softcap: None for none.
         slopes: (H,) float32 of ALiBi (Press et al. 2021, arXiv 2108.12409), or None.
-        sinks: (H,) float32, a logit per head that takes probability and gives nothing, or None.
-        chunk: a query sees the positions from the last multiple of this on; None for all. In place
-            of a window.
+        sinks: (H,) float32, logits per head that receive probability but have no value, or None.
+        chunk: a query sees positions from the last multiple of this on; None for all. Excludes
+            `window`.
     """
 
     scale: float | None = None
@@ -132,7 +129,7 @@ class Scoring:
     chunk: int | None = None
 
     def check(self, query: Tensor) -> None:
-        """Refuse values that no query (T, H, D) can be scored with: TypeError or ValueError."""
+        """Raise `TypeError` or `ValueError` for settings that do not fit (T, H, D) queries."""
         for name, per_head in (("slopes", self.slopes), ("sinks", self.sinks)):
             if per_head is not None:
                 shape = (query.shape[1],)
@@ -149,7 +146,7 @@ class Scoring:
 def pack_bits(visible: Tensor) -> Tensor:
     """Pack (T, n) bool into (T, ceil(n / 8)) uint8, the first column in the lowest bit."""
     if visible.device.type == "cpu":
-        # One call of NumPy takes a fifth of the time of the operations below.
+        # NumPy needs a single call.
         return torch.from_numpy(np.packbits(visible.numpy(), axis=1, bitorder="little"))
     num_bytes = -(-visible.shape[1] // 8)
     padded = F.pad(visible.to(torch.uint8), (0, 8 * num_bytes - visible.shape[1]))

@@ -1,8 +1,8 @@
-"""Verification in Triton: one pass over the logits, then a walk per row.
+"""`verify_tree` in Triton: one pass over the logits, then a walk per row.
 
-The first kernel reduces the logits of every node to a few numbers per chunk of the vocabulary: its
-maximum and where that is, or its maximum and the sum of its weights. The second walks, a program
-per row. At a node it finds the chunk that holds the chosen token; a draw reads that chunk again.
+The first kernel reduces the logits of each node to two numbers per chunk of the vocabulary: the
+maximum with its index, or the maximum with the sum of weights. In the second kernel one program per
+row walks the tree. At a node it selects the chunk of the token; sampling reads that chunk again.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803, PLR0124, PLR0913 - upper-case names at compile time, x != x for NaN, pointers
@@ -22,14 +22,14 @@ OP = "verify_tree"
 
 @triton.jit
 def _weights(logits, top):
-    """exp(logits - top), 0 for NaN and -inf, 1 for the largest even if it is infinite."""
+    """Return exp(logits - top): 0 for NaN and -inf, 1 for the largest even if it is infinite."""
     weights = tl.where(logits == top, 1.0, tl.exp(logits - top))
     return tl.where(logits > float("-inf"), weights, 0.0)
 
 
 @triton.jit
 def _largest(logits, index, SENTINEL: tl.constexpr):
-    """Largest value and its first index; a NaN counts as larger than everything."""
+    """Return the largest value and its first index; NaN is larger than everything."""
     nan = tl.min(tl.where(logits != logits, index, SENTINEL), axis=0)
     top = tl.max(tl.where(logits != logits, float("-inf"), logits), axis=0)
     first = tl.min(tl.where(logits == top, index, SENTINEL), axis=0)
@@ -54,7 +54,7 @@ def chunk_kernel(
         tl.store(where_ptr + out, tl.sum(_weights(logits, top), axis=0))
         tl.store(top_ptr + out, top)
     else:
-        # Places outside the vocabulary come after all others, so ties never go to them.
+        # Indices outside the vocabulary come last, so ties never select them.
         top, where = _largest(logits, index, SENTINEL)
         tl.store(where_ptr + out, where)
         tl.store(top_ptr + out, top)

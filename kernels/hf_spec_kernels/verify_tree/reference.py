@@ -1,4 +1,4 @@
-"""The choice of every node with torch, and the walk on the host."""
+"""Reference of `verify_tree`, with the walk on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def verify_tree_ref(
     max_nodes: int,
     uniforms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `verify_tree`; waits for the device."""
+    """Compute `verify_tree`; synchronizes with the device."""
     choice = (logits.argmax(dim=-1) if uniforms is None else _draw(logits, uniforms)).tolist()
     tokens, above, starts = token_ids.tolist(), parent.tolist(), row_start.tolist()
     num_rows = len(starts) - 1
@@ -34,10 +34,10 @@ def verify_tree_ref(
 
 
 def _draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """(N,) int64, by the inverse of the cumulative distribution; -1 where there is none."""
+    """Sample (N,) int64 by inverting the cumulative distribution; -1 without any probability."""
     wide = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     top = wide.amax(dim=-1, keepdim=True)
-    # An infinite logit leaves nothing to the finite ones.
+    # An infinite logit gives finite ones probability 0.
     weights = torch.where(wide == top, 1.0, (wide - top).exp()) * (wide > -torch.inf)
     total = weights.cumsum(dim=-1)
     beyond = (total > uniforms.double()[:, None] * total[:, -1:]) & (weights > 0)

@@ -55,7 +55,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    step_graphs._say_once.cache_clear()
+    step_graphs._log_once.cache_clear()
     graph_store.forget()
     yield
     graph_store.forget()
@@ -278,7 +278,7 @@ def test_few_shapes_are_recorded_and_those_used_last_stay(
             forward(runner, sequence, nodes)
             sequence.append(8)
         assert [bucket.sizes.tokens for bucket in graphs._recorded] == [4, 32]
-        assert len(graphs._met) <= 2
+        assert len(graphs._warm) <= 2
         monkeypatch.setattr(step_graphs, "MAX_OUTPUT_BYTES", graphs._output_bytes() - 1)
         for _ in range(3):
             forward(runner, sequence, 12)
@@ -326,7 +326,7 @@ class TestLaterCalls:
     def test_a_large_pool_is_not_kept(
         self, recorded: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(step_graphs, "MAX_KEPT_TOKENS", 100)
+        monkeypatch.setattr(step_graphs, "MAX_STORED_TOKENS", 100)
         self.counts()
         assert len(graph_store._stored) == 0
 

@@ -507,7 +507,7 @@ class TestRounded:
             clear_cpu_packing()
 
     def test_a_block_of_its_own_for_each(self, model: Tied, packed_calls: list[nn.Linear]) -> None:
-        """PackedForms stay, and each block finds those that it needs."""
+        """Packed weights stay, and each block finds those that it needs."""
         expected = run(model)
         for _ in range(2):
             drafted = self.drafted(model)
@@ -549,7 +549,7 @@ class TestRounded:
         ["draft", "tree", "falcon", "eagle", "block", "heads", "disco", "gemma_assistant"],
     )
     def test_it_reaches_no_target(self, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """PackedForms full of nonsense serve drafts, and change no output."""
+        """Packed weights full of nonsense serve drafts, and change no output."""
         nonsense, used = [], []
 
         def spoiled(weight: Tensor) -> object:
