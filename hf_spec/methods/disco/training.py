@@ -81,7 +81,7 @@ def run_training(job: TrainingJob) -> TrainingResult:
     draft, layers = job.options.draft, job.options.draft_layers
     if (draft is None) == (layers is None):
         raise OptionError("give either --draft or --draft-layers")
-    named: Draft = draft if draft is not None else {"truncated": layers}
+    named: DraftSpec = draft if draft is not None else {"truncated": layers}
     answers, tasks = job.answers(), job.options.tasks or None
     adapter = train_disco(job.target, named, answers, job.out, job.settings, tasks)
     # Figures of the classifier and of fixed rules on the held-out prompts.
