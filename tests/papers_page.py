@@ -259,7 +259,7 @@ padded inputs run {ems_tokens}; a gap in keys and values is
 looked over by attention alone, a small part of a model of this size. On the paper's A100 five
 tokens a row take {ems_paper_forward} times as long as one, at 16 rows, so there what padding runs
 costs little and what it stores remains. Our rows also accept fewer tokens, so gaps grow slowly
-([the study](../examples/studies/ems_sd/README.md)).
+(`examples/studies/ems_sd/README.md`).
 """
 
 
