@@ -80,7 +80,7 @@ def test_faults_are_seen() -> None:
 
 
 def test_the_documentation_names_every_notebook_and_script() -> None:
-    page = (EXAMPLES.parent / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    page = (EXAMPLES.parent / "docs" / "measure.md").read_text(encoding="utf-8")
     names = {Path(name).name for name in re.findall(r"\.\./examples/(\w+\.(?:ipynb|py))", page)}
     assert names == {path.name for path in [*NOTEBOOKS, *SCRIPTS]}
 

@@ -94,7 +94,7 @@ def test_continuous_batching(ranks: list[dict[str, Any]]) -> None:
     ("case", "match"),
     [
         ("seeds", "same random numbers in every process; call torch.manual_seed"),
-        ("inputs", "given different input_ids"),
+        ("inputs", "got different input_ids"),
         ("auto", "auto measures times, which differ among the processes"),
         ("falcon", "offloaded or sharded among processes"),
         ("gated", "use an SDSAT adapter of mode 'embeddings'"),

@@ -151,7 +151,7 @@ def test_fsdp_is_refused(tmp_path: Path) -> None:
 def test_weights_that_are_divided_are_refused(tmp_path: Path) -> None:
     parameter: Any = nn.Parameter(torch.zeros(2))
     parameter.device_mesh = object()
-    with pytest.raises(UnsupportedError, match="each needs all of the little that is trained"):
+    with pytest.raises(UnsupportedError, match="each process needs all trained weights"):
         train(
             {"p": parameter},
             lambda _: (parameter.sum(), 1),

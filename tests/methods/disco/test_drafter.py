@@ -22,10 +22,10 @@ from hf_spec import (
 )
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.drafting.length_policy import DraftedToken
-from hf_spec.methods import loading as assistant
 from hf_spec.methods.disco import drafter as disco
 from hf_spec.methods.disco.classifier import DiscoClassifier, draft_features
 from hf_spec.methods.disco.drafter import DiscoPolicy
+from hf_spec.methods.draft_model import loading
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.methods.draft_model.other_tokenizer import assistant as translated
@@ -238,7 +238,7 @@ class TestGenerate:
         def refuse(model: object) -> None:
             raise UnsupportedError("no")
 
-        monkeypatch.setattr(assistant, "check_model", refuse)
+        monkeypatch.setattr(loading, "check_model", refuse)
         with pytest.raises(AssistantError, match="the assistant cannot draft: no"):
             disco.find_draft_model(load_adapter(disco_adapter("llama")), build("llama"))
 
