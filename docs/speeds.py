@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.evaluation.bench.tables import Table
-from hf_spec.evaluation.trace.pictures import ACCEPTED, INK, PADDING, Canvas
+from hf_spec.evaluation.trace.pictures import ACCEPTED, PALE, Canvas
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "speeds.svg"
@@ -107,10 +107,9 @@ def picture() -> str:
         canvas.text(
             left - 12, y + 17, "generate()" if row["name"] == "plain" else row["name"], "end"
         )
-        canvas.box(left, y + 2, (base * unit, 20), PADDING)
+        canvas.box(left, y + 2, (base * unit, 20), PALE)
         if speed > base:
             canvas.box(left + base * unit, y + 2, ((speed - base) * unit, 20), ACCEPTED)
-        canvas.box(left, y + 22, (speed * unit, 1), INK)
         canvas.text(left + speed * unit + 8, y + 17, f"{speed:.0f}  ({row['ratio']:.2f}x)")
     identical = sum(row["identical"] for row in rows)
     outputs = sum(row["outputs"] for row in rows)
