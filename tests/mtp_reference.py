@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from hf_spec.methods.mtp.head import MtpHead, head_of_target_files
-from hf_spec.methods.mtp.layouts import canonical_names, find_module
+from hf_spec.methods.mtp.head import canonical_names, find_module
 from tests import tiny_models
 from tests.tiny_models import LLAMA_LIKE, VOCAB
 

@@ -23,13 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
-from transformers.activations import ACT2FN
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
 
 from hf_spec.adapters.adapter import BaseModel
 from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.tree_attention import tree_attention
 from hf_spec.methods.block.markov import CONFIDENCE, ConfidenceHead, MarkovHead
 from hf_spec.methods.block.markov import PREFIX as MARKOV
+from hf_spec.methods.one_pass_heads import OnePassHead
 from hf_spec.methods.published_weights import OutputHead
 
 STRATEGY = "block"
@@ -76,15 +81,11 @@ class BlockShape:
         return self.block_size if self.from_anchor else self.block_size - 1
 
 
-class BlockHead(nn.Module):
+class BlockHead(OnePassHead):
     """DFlash or DSpark head, built from tensors under the names that all layouts share.
 
-    Attributes:
-        base: identifies the target.
-        shape: see `BlockShape`.
-        embedding: of the block's tokens: the head's, or the target's.
-        output: output projection.
-        markov, confidence: DSpark's heads; None without.
+    The embedding of the block's tokens is the head's, or the target's. `markov` and `confidence`
+    are DSpark's heads; None without.
     """
 
     strategy = STRATEGY
@@ -99,8 +100,6 @@ class BlockHead(nn.Module):
         output: OutputHead,
     ):
         super().__init__()
-        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
         self.base = base
         self.shape = shape
         self.hidden_layers, self.num_levels = shape.hidden_layers, shape.num_levels
@@ -129,15 +128,6 @@ class BlockHead(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights."""
         return self.fc.weight.device
-
-    @property
-    def timing_key(self) -> int:
-        """See `ProposalHead`."""
-        return id(self)
-
-    def num_forwards(self, depth: int) -> int:
-        """Return 1: one pass drafts any number of levels."""
-        return 1
 
     def context(self, states: Sequence[Tensor]) -> Tensor:
         """(T, H) hidden states, one tensor per `hidden_layers` -> (T, width) context vectors."""
@@ -181,7 +171,7 @@ class BlockLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = _Attention(config, index)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = _Mlp(config)
+        self.mlp = Qwen3MLP(config)
 
     def forward(self, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Tensor:
         """(T, width) -> (T, width)."""
@@ -231,21 +221,7 @@ class _Attention(nn.Module):
         return states.view(len(states), -1, self.head_dim).transpose(0, 1)
 
 
-class _Mlp(nn.Module):
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
 def _rotated(states: Tensor, rotation: Rotation) -> Tensor:
     """Apply rotary embeddings to (H, T, D); pairs are (d, d + D / 2)."""
     cos, sin = rotation
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat([-second, first], dim=-1) * sin
+    return states * cos + rotate_half(states) * sin

@@ -54,11 +54,7 @@ LAYER_KEYS = (
 
 
 def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
-    """Return the head of published files.
-
-    Raises:
-        AssistantError: if it is damaged, or for another target.
-    """
+    """Return the head of published files."""
     stored = {key.removeprefix("logit_head."): tensor for key, tensor in head.tensors.items()}
     size, vocab = sizes_of(target)
     config = _layer_config(head, stored)
@@ -123,10 +119,8 @@ def _layer_config(head: PublishedHead, stored: Mapping[str, Tensor]) -> Qwen3Con
     kinds = _option(head.config, "layer_types")
     if kinds is not None:
         if len(kinds) < len(layers):
-            raise AssistantError(
-                f"the config of {head.name!r} names {len(kinds)} layer_types for {len(layers)} "
-                "layers"
-            )
+            counts = f"{len(kinds)} layer_types for {len(layers)} layers"
+            raise AssistantError(f"the config of {head.name!r} names {counts}")
         options["layer_types"] = list(kinds)[: len(layers)]
     return Qwen3Config(
         hidden_size=stored["fc.weight"].shape[0],

@@ -31,10 +31,7 @@ CONTEXT_CHUNK = 4096
 class BlockRunner:
     """Block head with the context of `num_rows` sequences; implements `ProposalRunner`.
 
-    Args:
-        head: the head.
-        num_rows: number of sequences.
-        expected_length: see `ModelRunner`.
+    For `expected_length` see `ModelRunner`.
     """
 
     def __init__(self, head: BlockHead, num_rows: int, expected_length: int = 0):

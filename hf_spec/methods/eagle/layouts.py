@@ -30,13 +30,7 @@ Layout = tuple[dict[str, Any], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Verifier:
-    """The target of a head.
-
-    Attributes:
-        name: Hub id or folder.
-        architectures: class names in its config.
-        text: config of its text model.
-    """
+    """The target of a head: Hub id or folder, class names, and config of its text model."""
 
     name: str
     architectures: tuple[str, ...]
@@ -46,16 +40,10 @@ class Verifier:
 def for_vllm(
     spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier, steps: int
 ) -> Layout:
-    """Return config and tensors of a head for vLLM.
+    """Return config and tensors of a head for vLLM, which drafts `steps` tokens per round.
 
-    Args:
-        spec: of the head.
-        tensors: of the head, renamed by `canonical_names`.
-        verifier: the target.
-        steps: tokens that vLLM drafts per round.
-
-    Raises:
-        AssistantError: if vLLM does not support the network, or "d2t" does not fit the target.
+    `tensors` are renamed by `canonical_names`. Networks that vLLM does not support, and a "d2t"
+    that does not fit the target, raise `AssistantError`.
     """
     _check_supported(spec, tensors, "vLLM", {})
     exported = _exported_tensors(spec, tensors, verifier)
@@ -88,12 +76,9 @@ def for_vllm(
 def for_sglang(
     spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier, steps: int
 ) -> Layout:
-    """Return config and tensors of a head for SGLang.
+    """Return config and tensors of a head for SGLang, like `for_vllm`.
 
-    Args as in `for_vllm`; `steps` is unused, since SGLang's command line sets the draft length.
-
-    Raises:
-        AssistantError: if SGLang does not support the network, or "d2t" does not fit the target.
+    `steps` is unused, since SGLang's command line sets the draft length.
     """
     indices = _indices(spec, verifier)
     default = indices == list(default_aux_layers(verifier.text.num_hidden_layers))

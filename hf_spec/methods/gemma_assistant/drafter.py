@@ -7,9 +7,11 @@ level of a tree is one pass of any width, and accepted tokens need no further pa
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -17,17 +19,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import BeamConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
+from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.row_storage import RowStorage
+from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.vocabulary import fit_logits, num_embeddings
 from hf_spec.methods.gemma_assistant.head import FAMILY, STRATEGY, GemmaAssistant
-from hf_spec.methods.gemma_assistant.runner import AssistantRunner
 from hf_spec.methods.loading import resolve_published
 from hf_spec.methods.registry import register
 
@@ -53,6 +59,84 @@ class GemmaAssistantConfig(BeamConfig):
 
     usual = MappingProxyType({"max_draft_tokens": 4, "max_nodes": 24})
     longest = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 32})
+
+
+class AssistantRunner:
+    """Assistant with the states that its next steps start from.
+
+    Between rounds that is one state per row: the target's hidden state of the token before the
+    root. `embedding` is the target's.
+    """
+
+    # (M, H) states after the nodes of the last pass.
+    _node_states: Tensor
+
+    def __init__(self, assistant: GemmaAssistant, embedding: Any):
+        self.assistant = assistant
+        self.embedding = embedding
+        self.device = assistant.norm.weight.device
+        self.forwards = 0
+        self._storage: RowStorage | None = None
+        self._root_states: dict[int, Tensor] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[AssistantRunner]:
+        """Run the assistant's linear layers with packed weights."""
+        with install_packed_linears(self.assistant, rounded=True):
+            yield self
+
+    def restart(self, row: int) -> None:
+        """Forget the state of a row."""
+        self._root_states.pop(row, None)
+
+    def can_draft(self, row: int) -> bool:
+        """Return True if the target has run the sequence of a row."""
+        return row in self._root_states
+
+    def learn(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Keep the target's state of the token before each next root: the last accepted one."""
+        self._storage = output.storage
+        tree = verdict.tree
+        rows = [row for row in range(tree.num_rows) if tree.nodes(row)]
+        last = [[tree.row_start[row], *verdict.accepted[row]][-1] for row in rows]
+        hidden = output.hidden[-1]
+        (indices,) = send([torch.tensor([output.nodes[node] for node in last])], hidden.device)
+        states = hidden[indices].to(self.device)
+        self._root_states |= dict(zip(rows, states, strict=True))
+
+    @use_packed_linears(rounded=True)
+    def run(self, rows: Sequence[int], tokens: Tensor, parents: Tensor | None) -> Tensor:
+        """Return the (M, V) logits after M nodes of `rows`, in ascending order.
+
+        `parents` are the (M,) int64 indices of the nodes' parents in the last pass, None for roots.
+        Tokens and parents may be on the host.
+        """
+        self.forwards += 1
+        assert self._storage is not None, "rows draft after the target has run them"
+        segments, positions = self._segments(self._storage, rows)
+        step = PackedStep(self._storage.pool, segments)
+        inputs = [positions, tokens] if parents is None else [positions, tokens, parents]
+        sent = iter(send([t for t in inputs if t.device.type == "cpu"], self.device))
+        positions, tokens, *indices = (next(sent) if t.device.type == "cpu" else t for t in inputs)
+        if parents is None:
+            states = torch.stack([self._root_states[row] for row in rows])
+        else:
+            states = self._node_states[indices[0]]
+        embedded = self.embedding(tokens).to(self.device)
+        logits, self._node_states = self.assistant(embedded, states, positions, step)
+        return logits
+
+    @staticmethod
+    def _segments(storage: RowStorage, rows: Sequence[int]) -> tuple[list[Segment], Tensor]:
+        """Return the stored tokens that the nodes of each row see, and (M,) int64 positions."""
+        segments: list[Segment] = []
+        positions = []
+        for row, nodes in groupby(rows):
+            start = segments[-1].end if segments else 0
+            segment = storage.stored_row(row).query_segment(start, len(list(nodes)))
+            positions.append(segment.position + storage.position_offsets[row])
+            segments.append(segment)
+        return segments, torch.cat(positions)
 
 
 class GemmaAssistantDrafter(LevelDrafter):
