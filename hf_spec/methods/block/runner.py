@@ -18,11 +18,11 @@ from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.one_pass_drafter import Proposals
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
-from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.kernel_layout import slot_mapping
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.step import PackedStep
 from hf_spec.methods.block.head import BlockHead, LayerKind
+from hf_spec.methods.feature_pairs.runner import newest_segment
 
 # Tokens per projection of hidden states to context vectors; bounds memory on long prompts.
 CONTEXT_CHUNK = 4096
@@ -141,24 +141,10 @@ class BlockRunner:
         size = self.head.shape.block_size
         segments = []
         for index, row in enumerate(rows):
-            stored, start = self._stored[row], index * size
-            position = torch.arange(stored, stored + size) + self._first[row]
+            stored = self._stored[row]
+            positions = torch.arange(stored, stored + size) + self._first[row]
             seen = torch.ones(size, size, dtype=torch.bool).tril() if kind.causal else None
-            segments.append(
-                Segment(
-                    slot=row,
-                    start=start,
-                    end=start + size,
-                    num_keys=stored + size,
-                    position=position,
-                    last_position=self._first[row] + stored + size - 1,
-                    tail_position=position,
-                    seen=seen,
-                    prefix=stored,
-                    first_position=self._first[row],
-                    cache_indices=range(stored, stored + size),
-                )
-            )
+            segments.append(newest_segment(row, index * size, stored, positions, size, seen))
         return PackedStep(self.pool, segments)
 
 

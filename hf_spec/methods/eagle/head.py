@@ -39,7 +39,6 @@ from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.methods.eagle.spec import (
     EagleSpec,
     canonical_names,
-    layer_config,
     read_spec,
     verifier_name,
 )
@@ -66,7 +65,7 @@ class EagleHead(PairHead):
         super().__init__()
         self.base = BaseModel.of(target)
         self.spec = spec
-        self.shape = SinglePairShape(spec.num_layers)
+        self.shape = SinglePairShape(spec.layer["num_hidden_layers"])
         self.hidden_size = spec.hidden_size
         self.hidden_layers = spec.hidden_layers
         dtype = head_dtype(target)
@@ -74,7 +73,7 @@ class EagleHead(PairHead):
         offsets = tensors.pop("d2t", None)
         table = tensors.pop("embed_tokens.weight", None)
         mask = tensors.pop("mask_hidden", None)
-        self.attention: Any = _layer_stack(spec, tensors)
+        self.attention: Any = _layer_stack(spec)
         self._adapt_layers(self.attention, tensors)
         _load_weights(spec.what, self.attention, tensors, target.device, dtype)
         self._table = self._embedding(table, target, dtype)
@@ -149,7 +148,13 @@ class EagleHead(PairHead):
         # With `norm_output` the feature is normed already.
         norm = nn.Identity() if self.spec.norm_output else stack.norm
         trained = getattr(stack, "lm_head", None)
-        scores: Any = _target_head(self.spec, target) if trained is None else trained
+        scores: Any = target.get_output_embeddings() if trained is None else trained
+        width = scores.weight.shape[1]
+        if trained is None and width != self.hidden_size:
+            raise AssistantError(
+                f"{self.spec.what} is damaged: it has no lm_head, and the target's needs inputs of "
+                f"width {width}, not {self.hidden_size}"
+            )
         draft_vocab_size = scores.weight.shape[0]
         vocabulary = draft_vocab_ids(self.spec.what, offsets, draft_vocab_size, full_size)
         if trained is not None and draft_vocab_size > full_size:
@@ -243,10 +248,10 @@ def _warn_of_other_target(what: str, head: PublishedHead, target: PreTrainedMode
         )
 
 
-def _layer_stack(spec: EagleSpec, tensors: dict[str, Tensor]) -> Any:
+def _layer_stack(spec: EagleSpec) -> Any:
     """Return a model of ordinary layers of the head's sizes, without weights or embedding."""
     sizes: dict[str, Any] = {
-        **layer_config(spec, tensors),
+        **spec.layer,
         "rope_parameters": spec.rope,
         "vocab_size": 1,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
@@ -274,17 +279,6 @@ def _load_weights(
     stack.load_state_dict(weights, assign=True)
     # Rotary frequencies are computed, not stored.
     stack.rotary_emb = type(stack.rotary_emb)(stack.config).to(device)
-
-
-def _target_head(spec: EagleSpec, target: PreTrainedModel) -> Any:
-    """Return the target's output head, for EAGLE heads without their own."""
-    scores: Any = target.get_output_embeddings()
-    if scores.weight.shape[1] != spec.hidden_size:
-        raise AssistantError(
-            f"{spec.what} is damaged: it has no lm_head, and the target's needs inputs of width "
-            f"{scores.weight.shape[1]}, not {spec.hidden_size}"
-        )
-    return scores
 
 
 for _family in FAMILIES:

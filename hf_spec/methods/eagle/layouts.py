@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.engine.forward.output import default_aux_layers
-from hf_spec.methods.eagle.spec import EagleSpec, layer_config
+from hf_spec.methods.eagle.spec import EagleSpec
 from hf_spec.methods.published_weights import draft_vocab_ids
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def for_sglang(
     default = indices == list(default_aux_layers(verifier.text.num_hidden_layers))
     obstacles = {
         "drafts in one pass (P-EAGLE)": spec.mask_token is not None,
-        "several layers": spec.num_layers > 1,
+        "several layers": spec.layer["num_hidden_layers"] > 1,
         "the normed feature as a residual (norm_before_residual)": spec.norm_before_residual,
         "norms of queries and keys": "layers.0.self_attn.q_norm.weight" in tensors,
         "biases": any(name.endswith(".bias") for name in tensors),
@@ -191,8 +191,7 @@ def _indices(spec: EagleSpec, verifier: Verifier) -> list[int]:
 
 def _layer(spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier) -> dict[str, Any]:
     """Return the config of the layers; rotary keys as every version of transformers reads them."""
-    layer = layer_config(spec, tensors)
-    scaling = dict(spec.rope)
+    layer, scaling = dict(spec.layer), dict(spec.rope)
     layer["rope_theta"] = scaling.pop("rope_theta")
     if scaling["rope_type"] != "default":
         layer["rope_scaling"] = scaling

@@ -35,12 +35,11 @@ MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 @dataclass(frozen=True)
 class EagleSpec:
-    """Sizes, switches and layers of a head.
+    """Layers and switches of a head.
 
     Attributes:
         what: names the head in messages.
-        inner_size: width of the MLP.
-        layer: config of its layers, for values that tensors do not show.
+        layer: transformers config of the layers, without rotary parameters.
         rope: rotary parameters in the format of transformers.
         hidden_layers: indices into the target's `hidden_states`, or `BEFORE_NORM`; their states
             are concatenated into a feature.
@@ -49,19 +48,19 @@ class EagleSpec:
     """
 
     what: str
-    hidden_size: int
-    inner_size: int
-    num_layers: int
-    num_heads: int
-    num_key_heads: int
-    head_size: int
-    layer: Mapping[str, Any]
+    layer: dict[str, Any]
     rope: dict[str, Any]
     hidden_layers: tuple[int, ...]
     embedding: str
     norm_before_residual: bool
     norm_output: bool
     mask_token: int | None
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the head, h."""
+        width: int = self.layer["hidden_size"]
+        return width
 
 
 def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], text: Any) -> EagleSpec:
@@ -81,19 +80,12 @@ def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], text: Any) -> 
             "q_proj, k_proj and v_proj"
         )
     hidden_size, width = matrix_shape(what, tensors, "fc.weight")
-    heads, key_heads, head_size = _heads(what, tensors, layer)
     first = head.family == "eagle"
     count = _num_states(what, config, text, width - (hidden_size if first else 0))
     aux = (-1,) if first else _aux_layers(what, head, overrides, count, text.num_hidden_layers)
     return EagleSpec(
         what=what,
-        hidden_size=hidden_size,
-        inner_size=matrix_shape(what, tensors, "layers.0.mlp.gate_proj.weight")[0],
-        num_layers=_num_layers(what, tensors),
-        num_heads=heads,
-        num_key_heads=key_heads,
-        head_size=head_size,
-        layer=layer,
+        layer=_layer_config(what, tensors, layer),
         rope=_rope(what, layer, overrides),
         # EAGLE-3 reads the last layer's output before the final norm; index L is after it.
         hidden_layers=tuple(BEFORE_NORM if i == text.num_hidden_layers else i for i in aux),
@@ -126,28 +118,10 @@ def matrix_shape(what: str, tensors: Mapping[str, Tensor], name: str) -> tuple[i
     return shape[0], shape[1]
 
 
-def layer_config(spec: EagleSpec, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the transformers config of a head's layers, without rotary parameters."""
-    attention = "layers.0.self_attn."
-    return {
-        "model_type": "qwen3" if f"{attention}q_norm.weight" in tensors else "llama",
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.inner_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_key_heads,
-        "head_dim": spec.head_size,
-        "hidden_act": spec.layer.get("hidden_act", "silu"),
-        "rms_norm_eps": spec.layer.get("rms_norm_eps", 1e-6),
-        "max_position_embeddings": spec.layer.get("max_position_embeddings", 2048),
-        "attention_bias": any(f"{attention}{name}.bias" in tensors for name in PROJECTIONS),
-    }
-
-
-def _heads(
+def _layer_config(
     what: str, tensors: Mapping[str, Tensor], layer: Mapping[str, Any]
-) -> tuple[int, int, int]:
-    """Return the numbers of heads and of key heads, and the head size."""
+) -> dict[str, Any]:
+    """Return the transformers config of the layers: sizes from tensors, the rest from `layer`."""
     attention = "layers.0.self_attn."
     inner = matrix_shape(what, tensors, f"{attention}o_proj.weight")[1]
     keys = matrix_shape(what, tensors, f"{attention}k_proj.weight")[0]
@@ -161,7 +135,19 @@ def _heads(
             f"{what} is damaged: its projections of width {inner} and {keys} do not split into "
             f"heads of size {size!r}"
         )
-    return inner // size, keys // size, size
+    return {
+        "model_type": "llama" if normed is None else "qwen3",
+        "hidden_size": len(tensors["fc.weight"]),
+        "intermediate_size": matrix_shape(what, tensors, "layers.0.mlp.gate_proj.weight")[0],
+        "num_hidden_layers": _num_layers(what, tensors),
+        "num_attention_heads": inner // size,
+        "num_key_value_heads": keys // size,
+        "head_dim": size,
+        "hidden_act": layer.get("hidden_act", "silu"),
+        "rms_norm_eps": layer.get("rms_norm_eps", 1e-6),
+        "max_position_embeddings": layer.get("max_position_embeddings", 2048),
+        "attention_bias": any(f"{attention}{name}.bias" in tensors for name in PROJECTIONS),
+    }
 
 
 def _num_layers(what: str, tensors: Mapping[str, Tensor]) -> int:

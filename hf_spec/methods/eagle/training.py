@@ -179,9 +179,10 @@ def check_start(start: PublishedHead, model: PreTrainedModel, settings: EagleTra
             f"{what} drafts {size} of {full} tokens, which cannot change, but vocabulary_size is "
             f"{requested}; set it to {size if size < full else None}"
         )
-    if settings.mlp_size not in (None, spec.inner_size):
+    inner_size = spec.layer["intermediate_size"]
+    if settings.mlp_size not in (None, inner_size):
         raise OptionError(
-            f"{what} has an MLP of width {spec.inner_size}, but mlp_size is {settings.mlp_size}; "
+            f"{what} has an MLP of width {inner_size}, but mlp_size is {settings.mlp_size}; "
             "leave mlp_size out"
         )
 

@@ -316,38 +316,37 @@ class HeadRunner:
         if end - begin > self._size:
             block_end = end - (end - 1 - pairs) // self._size * self._size
             seen = pairs < block_end[:, None]
-        position = pairs + row.first
-        return Segment(
-            slot=row.slot,
-            start=start,
-            end=start + end - begin,
-            num_keys=end,
-            position=position,
-            last_position=end - 1 + row.first,
-            tail_position=position,
-            seen=seen,
-            prefix=begin,
-            first_position=row.first,
-            cache_indices=range(begin, end),
-        )
+        return newest_segment(row.slot, start, begin, pairs + row.first, end - begin, seen)
 
     def _block_segment(self, row: PairRow, blocks: Blocks, start: int) -> Segment:
         """Return blocks that see all true pairs, the blocks on their path, and themselves."""
-        pairs, length = row.num_pairs, blocks.count * self._size
-        position = blocks.offsets + pairs + row.first
-        return Segment(
-            slot=row.slot,
-            start=start,
-            end=start + length,
-            num_keys=pairs + len(position),
-            position=position[-length:],
-            last_position=int(position[-1]),
-            tail_position=position,
-            seen=blocks.visible,
-            prefix=pairs,
-            first_position=row.first,
-            cache_indices=range(pairs + len(position) - length, pairs + len(position)),
-        )
+        positions = blocks.offsets + row.num_pairs + row.first
+        count = blocks.count * self._size
+        return newest_segment(row.slot, start, row.num_pairs, positions, count, blocks.visible)
+
+
+def newest_segment(
+    slot: int, start: int, prefix: int, positions: Tensor, count: int, seen: Tensor | None
+) -> Segment:
+    """Return the segment of the last `count` of the tokens at `positions`.
+
+    Those are stored after `prefix` others of the slot, which have the positions before the first.
+    `seen` are the ones that each token of the segment sees; None for all.
+    """
+    num_keys = prefix + len(positions)
+    return Segment(
+        slot=slot,
+        start=start,
+        end=start + count,
+        num_keys=num_keys,
+        position=positions[-count:],
+        last_position=int(positions[-1]),
+        tail_position=positions,
+        seen=seen,
+        prefix=prefix,
+        first_position=int(positions[0]) - prefix,
+        cache_indices=range(num_keys - count, num_keys),
+    )
 
 
 def check_packed(model: PreTrainedModel) -> None:
