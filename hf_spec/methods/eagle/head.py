@@ -36,18 +36,8 @@ from hf_spec.adapters.reading import check_tensors
 from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
-from hf_spec.methods.eagle.spec import (
-    EagleSpec,
-    canonical_names,
-    read_spec,
-    verifier_name,
-)
-from hf_spec.methods.feature_pairs.draft_head import (
-    NormedHead,
-    PairHead,
-    SinglePairShape,
-    State,
-)
+from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, read_spec, verifier_name
+from hf_spec.methods.feature_pairs.draft_head import NormedHead, PairHead, SinglePairShape, State
 from hf_spec.methods.published_weights import draft_vocab_ids, head_dtype
 
 logger = logging.getLogger(__name__)
