@@ -53,8 +53,7 @@ class BlockShape:
         mask_token_id: token at all positions but the first.
         hidden_layers: indices into the target's `hidden_states` that make the context.
         causal: per layer True if the block attends to itself causally.
-        embedding_scale: factor on the target's embedding.
-        output_scale: factor on the logits.
+        embedding_scale, output_scale: factors on the target's embedding and on the logits.
         softcap: tanh soft cap of the logits after that; 0 for none.
     """
 
@@ -158,7 +157,7 @@ class BlockHead(OnePassHead):
 
 
 def block_layer(config: Qwen3Config, index: int) -> Qwen3DecoderLayer:
-    """Return a Qwen3 layer; its norms are torch's, which round once in half precision."""
+    """Return a layer of Qwen3 with torch's RMS norms, without weights."""
     layer: Any = Qwen3DecoderLayer(config, index)
     for parent in (layer, layer.self_attn):
         for name, norm in parent.named_children():

@@ -76,10 +76,7 @@ def for_vllm(
 def for_sglang(
     spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier, steps: int
 ) -> Layout:
-    """Return config and tensors of a head for SGLang, like `for_vllm`.
-
-    `steps` is unused, since SGLang's command line sets the draft length.
-    """
+    """Return config and tensors of a head for SGLang, whose command line sets the draft length."""
     indices = _indices(spec, verifier)
     default = indices == list(default_aux_layers(verifier.text.num_hidden_layers))
     obstacles = {

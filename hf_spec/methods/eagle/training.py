@@ -78,8 +78,7 @@ def train_eagle(
 
     Raises:
         UnsupportedError: if the target changes its logits after the head.
-        OptionError: if the training or the held-out set is empty, or `start` is of another family
-            or has other sizes than `settings`.
+        OptionError: if the training or the held-out set is empty, or `start` does not fit.
         AssistantError: if `start` belongs to another model.
     """
     check_plain_head(model)
@@ -204,11 +203,7 @@ class StepsLoss:
         self.layers = fused_layers(target)
 
     def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
-        """Return the loss summed over the learned positions, and their number.
-
-        Each position has the weighted mean, over the steps, of the cross-entropy with the target's
-        distribution over the draft vocabulary.
-        """
+        """Return the loss summed over the learned positions, and their number."""
         pairs = read_pairs(self.target, batch.items, 1, self.settings.max_context, self.layers)
         width = self.target.config.get_text_config().hidden_size
         # The last of the fused layers is the state after the final norm, which the head reads.

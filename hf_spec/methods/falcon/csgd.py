@@ -10,8 +10,7 @@ Gao et al. 2024, arXiv 2412.12639, section 3.2. Two passes:
 
 Pair i is (t_{i+1}, h_i). Replacing it puts pair i + k in its place, feature and token together.
 
-Paper and released code differ. Each choice is an option (`CsgdSettings`); the paper's is the
-default:
+Paper and released code differ. Each choice is an option (`CsgdSettings`), by default the paper's:
 
 - `schedule`, lambda in epoch e of E, counted from 0: "paper" is 0.4 (E - e) / E, "released" is
   0.35 (E - e) / E + 0.10. Over few epochs neither falls far, so "steps", ours, is 0.4 times the

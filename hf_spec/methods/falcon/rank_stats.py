@@ -13,7 +13,12 @@ from torch import Tensor
 
 from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, PairHead, State
-from hf_spec.methods.feature_pairs.runner import HeadRunner, PairRow, joined_states
+from hf_spec.methods.feature_pairs.runner import (
+    HeadRunner,
+    PairRow,
+    joined_states,
+    newest_segment,
+)
 
 # Drafts that run at once; limits the size of their masks.
 STARTS_AT_ONCE = 128
@@ -121,14 +126,5 @@ def _segment(num_pairs: int, starts: Tensor, depth: int, size: int) -> Segment:
     visible = torch.cat(
         [torch.arange(num_pairs) < starts[draft][:, None], draft[:, None] == drafts], dim=1
     )
-    return Segment(
-        slot=0,
-        start=0,
-        end=count * size,
-        num_keys=visible.shape[1],
-        position=position,
-        last_position=int(position.max()),
-        tail_position=torch.cat([torch.arange(num_pairs), *before, position]),
-        seen=visible,
-        cache_indices=range(visible.shape[1] - count * size, visible.shape[1]),
-    )
+    tail = torch.cat([torch.arange(num_pairs), *before, position])
+    return newest_segment(0, 0, 0, tail, count * size, visible)

@@ -42,14 +42,8 @@ _restricted = _Restricted()
 class FewTokensHead(nn.Module):
     """The target's output head for the tokens of `vocabulary`; all others get the logit -inf.
 
-    Args:
-        head: (V, hidden size) head of the target. Shared without a vocabulary; else its rows are
-            copied.
-        vocabulary: (R,) int64 token ids, ascending; None for all.
-
-    Attributes:
-        full_size: V.
-        size: R; V without a vocabulary.
+    The (V, hidden size) head is shared without a vocabulary; else its rows are copied. `vocabulary`
+    are (R,) int64 token ids, ascending. `full_size` is V, `size` R, or V without a vocabulary.
     """
 
     vocabulary: Tensor | None
@@ -131,14 +125,7 @@ class DraftHead(FewTokensHead):
 
 
 class NormedHead(FewTokensHead):
-    """A norm and an output projection, both shared modules, over R of the target's V tokens.
-
-    Args:
-        norm: applied to the features first.
-        scores: linear layer with R outputs.
-        vocabulary: (R,) int64 token ids of the outputs; None for all tokens.
-        full_size: V.
-    """
+    """A norm and an output projection, both shared modules, over R of the target's V tokens."""
 
     def __init__(self, norm: Any, scores: Any, vocabulary: Tensor | None, full_size: int):
         nn.Module.__init__(self)
@@ -171,7 +158,7 @@ class PairHead(nn.Module):
         hidden_size: H, the width of its features.
         shape: `SinglePairShape`, or a `FalconShape` with blocks of k pairs.
         head: `FewTokensHead` that reads logits off the features it predicts.
-        attention: the model that has its layers; each takes an attention function.
+        attention: the model that has its layers.
         mask_pair: token id and (1, H) feature that stand for a token to come, after the newest true
             pair; None if a draft takes several passes.
     """

@@ -88,8 +88,7 @@ class Blocks:
     Attributes:
         count: n.
         offsets: (all blocks * k,) int64, number of pairs between the true ones and every pair.
-        visible: (n * k, all blocks * k) bool, which pairs each pair of this pass sees; None for
-            all.
+        visible: (n * k, all blocks * k) bool, pairs that each pair of this pass sees; None for all.
     """
 
     count: int
@@ -119,10 +118,7 @@ Span = tuple[PairRow, int, int]
 
 
 class HeadRunner:
-    """A head in evaluation mode, with a KV pool for `num_slots` sequences.
-
-    For `expected_length` see `ModelRunner`.
-    """
+    """A head in evaluation mode, with a KV pool for `num_slots` sequences; see `ModelRunner`."""
 
     def __init__(self, head: PairHead, num_slots: int, expected_length: int = 0):
         self.head = head
@@ -157,10 +153,8 @@ class HeadRunner:
     ) -> tuple[Tensor, State | None]:
         """Run the new pairs, and at least the newest k, of A rows that have as many.
 
-        Args:
-            rows: the rows.
-            texts: the tokens of each slot; pair i of a row has the token `first + i + 1`.
-            num_masks: M mask pairs that follow in the same pass and are not stored; k is 1.
+        `texts` are the tokens of each slot; pair i of a row has the token `first + i + 1`. M mask
+        pairs follow in the same pass and are not stored; with them k is 1.
 
         Returns:
             (A, k + M, H), predictions of the newest k pairs of each row and of the mask pairs; and
@@ -194,12 +188,8 @@ class HeadRunner:
     ) -> tuple[Tensor, State | None]:
         """Run N blocks of k pairs that rest on predicted features, of rows that were fed before.
 
-        Args:
-            rows: the rows.
-            blocks: the blocks of each row.
-            tokens: (N * k,) tokens, row after row.
-            features: (N * k, H) predictions of the block before each.
-            state: the LSTM's state after the block before each, (2, N, H) each.
+        There are (N * k,) tokens, row after row, and of the block before each (N * k, H) predicted
+        features and the LSTM's state, (2, N, H) each.
 
         Returns:
             (N, k, H) predicted features, and the LSTM's state after each block.
@@ -227,10 +217,9 @@ class HeadRunner:
 
     @use_packed_linears(rounded=True)
     def top_tokens(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (M, ranks) int64, the most probable tokens of (M, H) features, best first.
+        """Return the most probable tokens of (M, H) features, best first, (M, ranks) int64.
 
-        Also returned are their (M, ranks) float32 probabilities among the R tokens of the head, and
-        the whole (M, R) distributions.
+        Also their float32 probabilities, and the whole (M, R) distributions.
         """
         probs = distribution(self.head.head.draft_logits(outputs).float())
         likely, places = probs.topk(num_ranks, dim=-1)
@@ -340,7 +329,7 @@ def newest_segment(
         end=start + count,
         num_keys=num_keys,
         position=positions[-count:],
-        last_position=int(positions[-1]),
+        last_position=int(positions[-count:].max()),
         tail_position=positions,
         seen=seen,
         prefix=prefix,
