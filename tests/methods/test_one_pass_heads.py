@@ -142,7 +142,7 @@ def test_drafts_deeper_than_the_head(case: Case) -> None:
 
 @each_case
 def test_assisted_decoding_of_transformers(case: Case) -> None:
-    drafter = make_drafter(case.config(length_policy="static"), MODEL, case.head)
+    drafter = make_drafter(case.config(length_policy="static", max_nodes=9), MODEL, case.head)
     with pytest.raises(UnsupportedError, match=f"use spec_strategy='{case.strategy}'"):
         drafter.get_candidates(torch.tensor([[3]]))
 

@@ -131,8 +131,8 @@ def _layer_config(head: PublishedHead, stored: Mapping[str, Tensor]) -> Qwen3Con
         num_key_value_heads=keys // head_dim,
         head_dim=head_dim,
         attention_bias=first + "q_proj.bias" in stored,
-        attn_implementation=NAME,
         **options,
+        **{"attn_implementation": NAME},
     )
 
 
