@@ -116,7 +116,8 @@ def _layer_config(head: PublishedHead, stored: Mapping[str, Tensor]) -> Qwen3Con
     if missing := [name for name in needed if name not in stored]:
         raise AssistantError(f"{head.name!r} lacks the tensor {missing[0]!r}")
     head_dim, queries, keys, inner = (stored[name].shape[0] for name in needed)
-    options = {key: value for key in LAYER_KEYS if (value := _option(head.config, key)) is not None}
+    options: dict[str, Any] = {"attn_implementation": NAME}
+    options |= {k: value for k in LAYER_KEYS if (value := _option(head.config, k)) is not None}
     kinds = _option(head.config, "layer_types")
     if kinds is not None:
         if len(kinds) < len(layers):
@@ -132,7 +133,6 @@ def _layer_config(head: PublishedHead, stored: Mapping[str, Tensor]) -> Qwen3Con
         head_dim=head_dim,
         attention_bias=first + "q_proj.bias" in stored,
         **options,
-        **{"attn_implementation": NAME},
     )
 
 
