@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from hf_spec.methods.mtp.head import MtpHead, head_of_target_files
-from hf_spec.methods.mtp.layouts import canonical_names, find_module
+from hf_spec.methods.mtp.head import MtpHead, canonical_names, find_module, head_of_target_files
 from tests import tiny_models
 from tests.tiny_models import LLAMA_LIKE, VOCAB
 

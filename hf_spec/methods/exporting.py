@@ -19,7 +19,7 @@ from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.common.files import check_new_folder
 from hf_spec.common.hub import load_named
 from hf_spec.methods.eagle.layouts import LAYOUTS, Verifier
-from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, read_spec
+from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, read_spec, verifier_name
 
 # Draft tokens for heads whose config has no number of steps.
 STEPS = 3
@@ -46,7 +46,7 @@ def export_head(
     """
     check_new_folder(out)
     head = _exportable(os.fspath(name))
-    named = _verifier_name(head.config)
+    named = verifier_name(head.config)
     if model is None and named is None:
         raise OptionError(f"{head.name} does not name its target; pass --model")
     verifier = _verifier(model or str(named), named)
@@ -77,14 +77,6 @@ def _exportable(name: str) -> PublishedHead:
             "run such heads read this layout; only EAGLE-3 heads are exported"
         )
     return head
-
-
-def _verifier_name(config: Mapping[str, Any]) -> str | None:
-    """Return the target that a head names; None if it names none."""
-    inner = config.get("speculators_config")
-    verifier = inner.get("verifier") if isinstance(inner, Mapping) else None
-    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
-    return name if isinstance(name, str) and name else None
 
 
 def _verifier(model: str, named: str | None) -> Verifier:

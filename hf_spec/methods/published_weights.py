@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -134,39 +133,6 @@ class OutputHead(FewTokensHead):
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """(..., width) -> (..., R) logits of the tokens in `vocabulary`."""
         return super().draft_logits(hidden.to(self.dtype))
-
-
-@dataclass(frozen=True)
-class SinglePairShape:
-    """Shape of EAGLE and MTP heads: blocks of one pair, no state carried between pairs."""
-
-    num_layers: int = 1
-    block_size: int = 1
-    recurrent: bool = False
-
-
-class NormedHead(FewTokensHead):
-    """A norm and an output projection, both shared modules, over R of the target's V tokens.
-
-    Args:
-        norm: applied to the features first.
-        scores: linear layer with R outputs.
-        vocabulary: (R,) int64 token ids of the outputs; None for all tokens.
-        full_size: V.
-    """
-
-    def __init__(self, norm: Any, scores: Any, vocabulary: Tensor | None, full_size: int):
-        nn.Module.__init__(self)
-        self.norm = norm
-        self.scores = scores
-        self.full_size = full_size
-        self.size = scores.weight.shape[0]
-        self.register_buffer("vocabulary", vocabulary, persistent=False)
-
-    def draft_logits(self, hidden: Tensor) -> Tensor:
-        """(..., h) -> (..., R) logits of the tokens in `vocabulary`."""
-        normed = self.norm(hidden)
-        return self.scores(normed.to(self.scores.weight.dtype))
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

@@ -12,13 +12,9 @@ One round:
    confidence per position.
 5. The target verifies; keys and values of the block are dropped.
 
-==========================================================  ======================================
-context, block and layers (DFlash)                          `head`
-Markov and confidence heads (DSpark)                        `markov`
-keys and values per row, the pass                           `runner`
-how published files are read                                `layouts`
-levels of a chain or tree                                   `hf_spec.drafting.one_pass_drafter`
-==========================================================  ======================================
+`head` has context, block and layers, `markov` DSpark's Markov and confidence heads, `runner` keys
+and values per row and the pass, `layouts` how published files are read. Levels are grown by
+`hf_spec.drafting.one_pass_drafter`.
 
 Ours: batches, trees, and length policies. A chain, which the heads were trained for, is the
 default. A sampled chain is verified by residual rejection, a tree by node draw.

@@ -13,12 +13,11 @@ from transformers import PreTrainedModel
 from hf_spec.common.errors import AssistantError
 from hf_spec.drafting.length_policy import HEAD
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.methods.block.head import BlockHead
 from hf_spec.methods.block.layouts import DFLASH, DSPARK, OVERRIDES
 from hf_spec.methods.block.runner import BlockRunner
 from hf_spec.methods.loading import resolve_published
-from hf_spec.methods.medusa.config import ProposalConfig, make_proposal_drafter
+from hf_spec.methods.one_pass_heads import ProposalConfig, make_proposal_drafter
 from hf_spec.methods.published_weights import check_aux_layers, config_overrides
 from hf_spec.methods.registry import register
 
@@ -32,11 +31,12 @@ def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Dr
         raise AssistantError(
             f"length_policy={HEAD!r}: this head has no confidence head; choose 'confidence'"
         )
-
-    def make_runner(state: GenerationState) -> BlockRunner:
-        return BlockRunner(head, state.num_rows, state.expected_length)
-
-    return make_proposal_drafter(config, head, make_runner, target)
+    return make_proposal_drafter(
+        config,
+        head,
+        lambda state: BlockRunner(head, state.num_rows, state.expected_length),
+        target,
+    )
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:

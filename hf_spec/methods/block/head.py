@@ -23,27 +23,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
-from transformers.activations import ACT2FN
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
 
 from hf_spec.adapters.adapter import BaseModel
 from hf_spec.engine.forward.step import PackedStep
-from hf_spec.engine.forward.tree_attention import tree_attention
 from hf_spec.methods.block.markov import CONFIDENCE, ConfidenceHead, MarkovHead
 from hf_spec.methods.block.markov import PREFIX as MARKOV
+from hf_spec.methods.one_pass_heads import OnePassHead
 from hf_spec.methods.published_weights import OutputHead
 
 STRATEGY = "block"
 
 # Cosines and sines, (T, D) each.
 Rotation = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Attention of a layer: sliding window (None: unlimited), and causal inside the block."""
-
-    window: int | None
-    causal: bool
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,8 @@ class BlockShape:
         from_anchor: each output drafts the token after its position, so the first drafts, too.
         mask_token_id: token at all positions but the first.
         hidden_layers: indices into the target's `hidden_states` that make the context.
-        kinds: one per layer.
-        embedding_scale: factor on the target's embedding.
-        output_scale: factor on the logits.
+        causal: per layer True if the block attends to itself causally.
+        embedding_scale, output_scale: factors on the target's embedding and on the logits.
         softcap: tanh soft cap of the logits after that; 0 for none.
     """
 
@@ -65,7 +61,7 @@ class BlockShape:
     from_anchor: bool
     mask_token_id: int
     hidden_layers: tuple[int, ...]
-    kinds: tuple[LayerKind, ...]
+    causal: tuple[bool, ...]
     embedding_scale: float = 1.0
     output_scale: float = 1.0
     softcap: float = 0.0
@@ -76,15 +72,11 @@ class BlockShape:
         return self.block_size if self.from_anchor else self.block_size - 1
 
 
-class BlockHead(nn.Module):
+class BlockHead(OnePassHead):
     """DFlash or DSpark head, built from tensors under the names that all layouts share.
 
-    Attributes:
-        base: identifies the target.
-        shape: see `BlockShape`.
-        embedding: of the block's tokens: the head's, or the target's.
-        output: output projection.
-        markov, confidence: DSpark's heads; None without.
+    The embedding of the block's tokens is the head's, or the target's. `markov` and `confidence`
+    are DSpark's heads; None without.
     """
 
     strategy = STRATEGY
@@ -99,8 +91,6 @@ class BlockHead(nn.Module):
         output: OutputHead,
     ):
         super().__init__()
-        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
         self.base = base
         self.shape = shape
         self.hidden_layers, self.num_levels = shape.hidden_layers, shape.num_levels
@@ -108,9 +98,7 @@ class BlockHead(nn.Module):
         with torch.device("meta"):
             self.fc = nn.Linear(tensors["fc.weight"].shape[1], width, bias=False)
             self.hidden_norm = nn.RMSNorm(width, eps)
-            self.layers = nn.ModuleList(
-                BlockLayer(config, index, kind) for index, kind in enumerate(shape.kinds)
-            )
+            self.layers = nn.ModuleList(block_layer(config, i) for i in range(len(shape.causal)))
             self.norm = nn.RMSNorm(width, eps)
         self.load_state_dict(tensors, strict=False, assign=True)
         self.requires_grad_(False)
@@ -130,15 +118,6 @@ class BlockHead(nn.Module):
         """Device of the weights."""
         return self.fc.weight.device
 
-    @property
-    def timing_key(self) -> int:
-        """See `ProposalHead`."""
-        return id(self)
-
-    def num_forwards(self, depth: int) -> int:
-        """Return 1: one pass drafts any number of levels."""
-        return 1
-
     def context(self, states: Sequence[Tensor]) -> Tensor:
         """(T, H) hidden states, one tensor per `hidden_layers` -> (T, width) context vectors."""
         joined = torch.cat([part.to(self.device, self.dtype) for part in states], dim=-1)
@@ -157,12 +136,17 @@ class BlockHead(nn.Module):
         return rows.to(self.device, self.dtype) * self.shape.embedding_scale
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, steps: Mapping[LayerKind, PackedStep]
+        self, hidden: Tensor, rotation: Rotation, steps: Mapping[bool, PackedStep]
     ) -> Tensor:
-        """(T, width) embeddings of packed blocks -> (T, width) outputs; one step per layer kind."""
-        for layer, kind in zip(self.layers, self.shape.kinds, strict=True):
-            hidden = layer(hidden, rotation, steps[kind])
-        return self.norm(hidden)
+        """(T, width) embeddings of packed blocks -> (T, width) outputs.
+
+        Causal layers run `steps[True]`, others `steps[False]`.
+        """
+        cos, sin = rotation
+        hidden, where = hidden[None], (cos[None], sin[None])
+        for layer, causal in zip(self.layers, self.shape.causal, strict=True):
+            hidden = layer(hidden, position_embeddings=where, spec_step=steps[causal])
+        return self.norm(hidden[0])
 
     def logits(self, outputs: Tensor) -> Tensor:
         """(..., width) -> (..., R) logits over the draft vocabulary."""
@@ -172,80 +156,19 @@ class BlockHead(nn.Module):
         return logits
 
 
-class BlockLayer(nn.Module):
-    """Qwen3 decoder layer whose keys and values also come from the context."""
-
-    def __init__(self, config: Qwen3Config, index: int, kind: LayerKind):
-        super().__init__()
-        self.kind = kind
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = _Attention(config, index)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = _Mlp(config)
-
-    def forward(self, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Tensor:
-        """(T, width) -> (T, width)."""
-        normed = self.input_layernorm(hidden)
-        hidden = hidden + self.self_attn(normed, rotation, step, self.kind.window)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+def block_layer(config: Qwen3Config, index: int) -> Qwen3DecoderLayer:
+    """Return a layer of Qwen3 with torch's RMS norms, without weights."""
+    layer: Any = Qwen3DecoderLayer(config, index)
+    for parent in (layer, layer.self_attn):
+        for name, norm in parent.named_children():
+            if isinstance(norm, Qwen3RMSNorm):
+                setattr(parent, name, nn.RMSNorm(len(norm.weight), norm.variance_epsilon))
+    return layer
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: Qwen3Config, index: int):
-        super().__init__()
-        self.layer_idx = index
-        self.head_dim = config.head_dim
-        width, bias = config.hidden_size, config.attention_bias
-        queries = config.num_attention_heads * self.head_dim
-        keys = (config.num_key_value_heads or 0) * self.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=bias)
-        self.k_proj = nn.Linear(width, keys, bias=bias)
-        self.v_proj = nn.Linear(width, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, width, bias=bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-
-    def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """(T, width) -> keys and values (H_kv, T, D) each."""
-        key = self.k_norm(self._split(self.k_proj(states)))
-        return _rotated(key, rotation), self._split(self.v_proj(states))
-
-    def forward(
-        self, hidden: Tensor, rotation: Rotation, step: PackedStep, window: int | None
-    ) -> Tensor:
-        query = _rotated(self.q_norm(self._split(self.q_proj(hidden))), rotation)
-        key, value = self.keys_values(hidden, rotation)
-        mixed, _ = tree_attention(
-            self,
-            query[None],
-            key[None],
-            value[None],
-            None,
-            scaling=self.head_dim**-0.5,
-            spec_step=step,
-            sliding_window=window,
-        )
-        return self.o_proj(mixed[0].flatten(1))
-
-    def _split(self, states: Tensor) -> Tensor:
-        return states.view(len(states), -1, self.head_dim).transpose(0, 1)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
-def _rotated(states: Tensor, rotation: Rotation) -> Tensor:
-    """Apply rotary embeddings to (H, T, D); pairs are (d, d + D / 2)."""
-    cos, sin = rotation
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat([-second, first], dim=-1) * sin
+def keys_values(attention: Any, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Return keys and values (H_kv, T, D) of (T, width) states in the attention of a layer."""
+    shape = (len(states), -1, attention.head_dim)
+    key = attention.k_norm(attention.k_proj(states).view(shape)).transpose(0, 1)
+    (cos, sin), value = rotation, attention.v_proj(states).view(shape).transpose(0, 1)
+    return key * cos + rotate_half(key) * sin, value

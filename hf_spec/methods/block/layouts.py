@@ -27,8 +27,9 @@ from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import whole_number
 from hf_spec.common.errors import AssistantError
+from hf_spec.engine.forward.tree_attention import NAME
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS
-from hf_spec.methods.block.head import STRATEGY, BlockHead, BlockLayer, BlockShape, LayerKind
+from hf_spec.methods.block.head import STRATEGY, BlockHead, BlockShape, block_layer
 from hf_spec.methods.block.markov import PREFIX as MARKOV
 from hf_spec.methods.block.markov import expected_tensors
 from hf_spec.methods.published_weights import OutputHead, draft_vocab_ids, fitted, sizes_of
@@ -54,11 +55,7 @@ LAYER_KEYS = (
 
 
 def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
-    """Return the head of published files.
-
-    Raises:
-        AssistantError: if it is damaged, or for another target.
-    """
+    """Return the head of published files."""
     stored = {key.removeprefix("logit_head."): tensor for key, tensor in head.tensors.items()}
     size, vocab = sizes_of(target)
     config = _layer_config(head, stored)
@@ -119,14 +116,13 @@ def _layer_config(head: PublishedHead, stored: Mapping[str, Tensor]) -> Qwen3Con
     if missing := [name for name in needed if name not in stored]:
         raise AssistantError(f"{head.name!r} lacks the tensor {missing[0]!r}")
     head_dim, queries, keys, inner = (stored[name].shape[0] for name in needed)
-    options = {key: value for key in LAYER_KEYS if (value := _option(head.config, key)) is not None}
+    options: dict[str, Any] = {"attn_implementation": NAME}
+    options |= {k: value for k in LAYER_KEYS if (value := _option(head.config, k)) is not None}
     kinds = _option(head.config, "layer_types")
     if kinds is not None:
         if len(kinds) < len(layers):
-            raise AssistantError(
-                f"the config of {head.name!r} names {len(kinds)} layer_types for {len(layers)} "
-                "layers"
-            )
+            counts = f"{len(kinds)} layer_types for {len(layers)} layers"
+            raise AssistantError(f"the config of {head.name!r} names {counts}")
         options["layer_types"] = list(kinds)[: len(layers)]
     return Qwen3Config(
         hidden_size=stored["fc.weight"].shape[0],
@@ -145,7 +141,7 @@ def _expected_tensors(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes that the tensors of the backbone must have."""
     with torch.device("meta"):
-        layer = BlockLayer(config, 0, LayerKind(None, False)).state_dict()
+        layer = block_layer(config, 0).state_dict()
     width = config.hidden_size
     num_states = max(stored["fc.weight"].shape[-1] // size, 1)
     expected: dict[str, tuple[int, ...]] = {
@@ -188,7 +184,7 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
         bool(from_anchor),
         whole_number(what, sizes, "mask_token_id", 0, embeddings.weight.shape[0] - 1),
         _hidden_layers(head, text),
-        tuple(_kind(head, config, index) for index in range(config.num_hidden_layers)),
+        tuple(_causal(head, config, index) for index in range(config.num_hidden_layers)),
         float(scale),
         float(scales["output_multiplier"]),
         float(scales["final_logit_softcapping"]),
@@ -224,13 +220,13 @@ def _hidden_layers(head: PublishedHead, text: Any) -> tuple[int, ...]:
     return layers
 
 
-def _kind(head: PublishedHead, config: Qwen3Config, index: int) -> LayerKind:
-    """Return the attention of a layer: sliding layers are causal unless the config differs."""
-    slides = (config.layer_types or [])[index] == "sliding_attention"
+def _causal(head: PublishedHead, config: Qwen3Config, index: int) -> bool:
+    """Return True for causal layers: sliding ones are unless the config differs."""
     causal = _option(head.config, "is_causal")
     if causal is None:
+        slides = (config.layer_types or [])[index] == "sliding_attention"
         causal = slides and not _option(head.config, "sliding_window_non_causal")
-    return LayerKind(config.sliding_window if slides else None, bool(causal))
+    return bool(causal)
 
 
 register_family(PublishedFamily(DFLASH, STRATEGY, build_block_head))

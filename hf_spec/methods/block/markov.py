@@ -25,11 +25,7 @@ CONFIDENCE = "confidence_head.proj."
 
 
 class MarkovHead(nn.Module):
-    """Low-rank bias of the logits from the token before.
-
-    Attributes:
-        rank: r.
-    """
+    """Low-rank bias of the logits from the token before."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         super().__init__()
@@ -49,15 +45,10 @@ class MarkovHead(nn.Module):
         return F.embedding(tokens, self.w1)
 
     def forward(self, before: Tensor, outputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bias of the logits at M positions.
+        """Return the (M, R) bias of the logits at M positions, and the (M, r) state after them.
 
-        Args:
-            before: (M, r) from `embed`, of the tokens before.
-            outputs: (M, width) outputs of the block.
-            state: (M, r) after the positions before, zeros at first; only the "rnn" kind uses it.
-
-        Returns:
-            (M, R) bias, and the (M, r) state after these positions.
+        It reads the (M, r) embeddings of the tokens before and the (M, width) outputs of the block;
+        the "rnn" kind also the (M, r) state after the positions before, zeros at first.
         """
         if self.gate is not None:
             before = self.gate(torch.cat([outputs, before], dim=-1)).sigmoid() * before
@@ -73,8 +64,7 @@ class MarkovHead(nn.Module):
 class ConfidenceHead(nn.Module):
     """Predicts the probability that the target accepts the token drafted at a position.
 
-    Its weight is (1, width), or (1, width + r) if it also reads `MarkovHead.embed` of the token
-    before.
+    Its weight is (1, width), or (1, width + r) if it also reads the token before.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], width: int):

@@ -18,11 +18,11 @@ from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.one_pass_drafter import Proposals
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
-from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.kernel_layout import slot_mapping
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.step import PackedStep
-from hf_spec.methods.block.head import BlockHead, LayerKind
+from hf_spec.methods.block.head import BlockHead, keys_values
+from hf_spec.methods.feature_pairs.runner import newest_segment
 
 # Tokens per projection of hidden states to context vectors; bounds memory on long prompts.
 CONTEXT_CHUNK = 4096
@@ -31,10 +31,7 @@ CONTEXT_CHUNK = 4096
 class BlockRunner:
     """Block head with the context of `num_rows` sequences; implements `ProposalRunner`.
 
-    Args:
-        head: the head.
-        num_rows: number of sequences.
-        expected_length: see `ModelRunner`.
+    For `expected_length` see `ModelRunner`.
     """
 
     def __init__(self, head: BlockHead, num_rows: int, expected_length: int = 0):
@@ -48,7 +45,7 @@ class BlockRunner:
         self._first = [-1] * num_rows
         self._stored = [0] * num_rows
         self._waiting: dict[int, list[Tensor]] = {}
-        self._kinds = tuple(dict.fromkeys(head.shape.kinds))
+        self._causal = tuple(dict.fromkeys(head.shape.causal))
 
     @contextmanager
     def active(self) -> Iterator[BlockRunner]:
@@ -108,8 +105,7 @@ class BlockRunner:
         position, mapping = send([torch.cat(positions), slot_mapping(runs)], self.device)
         rotation = self.head.rotation(position)
         for index, layer in enumerate(self.head.layers):
-            attention: Any = layer.self_attn
-            key, value = attention.keys_values(context, rotation)
+            key, value = keys_values(layer.self_attn, context, rotation)
             keys, values = self.pool.layer(index, key[None], value[None])
             kv_write(key.transpose(0, 1), value.transpose(0, 1), keys, values, mapping)
 
@@ -120,7 +116,7 @@ class BlockRunner:
         self.pool.reserve(max(self._stored[row] for row in roots) + size)
         masks = [self.head.shape.mask_token_id] * (size - 1)
         tokens = torch.tensor([token for root in roots.values() for token in (root, *masks)])
-        steps = {kind: self._step(list(roots), kind) for kind in self._kinds}
+        steps = {causal: self._step(list(roots), causal) for causal in self._causal}
         first = next(iter(steps.values()))
         positions = torch.cat([segment.position for segment in first.segments])
         tensors = [tokens, positions]
@@ -134,34 +130,20 @@ class BlockRunner:
         # A CUDA graph supports one step only.
         return self._compute(send(tensors, self.device), steps)
 
-    def _compute(self, tensors: Sequence[Tensor], steps: Mapping[LayerKind, PackedStep]) -> Tensor:
+    def _compute(self, tensors: Sequence[Tensor], steps: Mapping[bool, PackedStep]) -> Tensor:
         tokens, positions = tensors
         hidden = self.head.embed(tokens)
         return self.head(hidden, self.head.rotation(positions), steps)
 
-    def _step(self, rows: Sequence[int], kind: LayerKind) -> PackedStep:
-        """Return the step of the rows' blocks in layers of a kind: masks, positions, slots."""
+    def _step(self, rows: Sequence[int], causal: bool) -> PackedStep:
+        """Return the step of the rows' blocks in causal layers, or in others."""
         size = self.head.shape.block_size
         segments = []
         for index, row in enumerate(rows):
-            stored, start = self._stored[row], index * size
-            position = torch.arange(stored, stored + size) + self._first[row]
-            seen = torch.ones(size, size, dtype=torch.bool).tril() if kind.causal else None
-            segments.append(
-                Segment(
-                    slot=row,
-                    start=start,
-                    end=start + size,
-                    num_keys=stored + size,
-                    position=position,
-                    last_position=self._first[row] + stored + size - 1,
-                    tail_position=position,
-                    seen=seen,
-                    prefix=stored,
-                    first_position=self._first[row],
-                    cache_indices=range(stored, stored + size),
-                )
-            )
+            stored = self._stored[row]
+            positions = torch.arange(stored, stored + size) + self._first[row]
+            seen = torch.ones(size, size, dtype=torch.bool).tril() if causal else None
+            segments.append(newest_segment(row, index * size, stored, positions, size, seen))
         return PackedStep(self.pool, segments)
 
 

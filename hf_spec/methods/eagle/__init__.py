@@ -12,14 +12,9 @@ One round:
    `max_nodes` are sent to the target.
 5. The target verifies the tree. Keys and values of draft pairs are overwritten in the next round.
 
-===============================================  ==================================================
-features and layer (EAGLE-3, section 3.1)         `head`
-pairs, keys and values of true and draft pairs    `hf_spec.methods.feature_pairs`
-dynamic tree (EAGLE-2)                            `hf_spec.drafting.level_drafter`
-training-time test (EAGLE-3, section 3.2)         `training`
-how published files are read                      `spec`
-files for vLLM and SGLang                         `layouts`
-===============================================  ==================================================
+`head` has features and layer (EAGLE-3, section 3.1), `training` the training-time test (section
+3.2), `spec` how published files are read, and `layouts` files for vLLM and SGLang. Pairs are run by
+`hf_spec.methods.feature_pairs`, dynamic trees are grown by `hf_spec.drafting.level_drafter`.
 
 Differences from the papers: batches; a chain as an alternative to the tree; a length policy and a
 cost model choose depth and number of nodes; heads run in bfloat16 for float16 targets. Trees are

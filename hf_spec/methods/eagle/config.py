@@ -7,7 +7,7 @@ samples, and verified by residual rejection.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.drafting.level_drafter import BeamConfig
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.eagle.head import FAMILIES, STRATEGY, EagleHead
-from hf_spec.methods.eagle.spec import EMBEDDINGS, ConfigOverrides
+from hf_spec.methods.eagle.spec import EMBEDDINGS, OVERRIDES
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.loading import resolve_published
 from hf_spec.methods.published_weights import check_aux_layers, config_overrides
@@ -27,7 +27,7 @@ from hf_spec.methods.registry import register
 
 
 def _make(config: EagleConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    overrides = config_overrides(config, [field.name for field in fields(ConfigOverrides)])
+    overrides = config_overrides(config, OVERRIDES)
     head: EagleHead = resolve_published(STRATEGY, assistant, target, FAMILIES, overrides)
     return with_policy(config, target, partial(PairDrafter, head=head), config.shape.children)
 

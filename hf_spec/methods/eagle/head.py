@@ -36,14 +36,9 @@ from hf_spec.adapters.reading import check_tensors
 from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
-from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, layer_config, read_spec
-from hf_spec.methods.feature_pairs.rows import MaskTokens, State
-from hf_spec.methods.published_weights import (
-    NormedHead,
-    SinglePairShape,
-    draft_vocab_ids,
-    head_dtype,
-)
+from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, read_spec, verifier_name
+from hf_spec.methods.feature_pairs.draft_head import NormedHead, PairHead, SinglePairShape, State
+from hf_spec.methods.published_weights import draft_vocab_ids, head_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +46,8 @@ STRATEGY = "eagle"
 FAMILIES = ("eagle3", "peagle", "eagle")
 
 
-class EagleHead(nn.Module):
-    """An EAGLE-3 head built from `spec` and `tensors` for `target`, which is not changed.
-
-    Attributes:
-        base: identifies the target.
-        spec: sizes, switches and layers.
-        hidden_layers: indices into the target's `hidden_states` that make a feature.
-        attention: the layers, as a model of transformers.
-        head: output head on features.
-    """
+class EagleHead(PairHead):
+    """An EAGLE-3 head built from `spec` and `tensors` for `target`, which is not changed."""
 
     strategy = STRATEGY
 
@@ -68,7 +55,7 @@ class EagleHead(nn.Module):
         super().__init__()
         self.base = BaseModel.of(target)
         self.spec = spec
-        self.shape = SinglePairShape(spec.num_layers)
+        self.shape = SinglePairShape(spec.layer["num_hidden_layers"])
         self.hidden_size = spec.hidden_size
         self.hidden_layers = spec.hidden_layers
         dtype = head_dtype(target)
@@ -76,7 +63,7 @@ class EagleHead(nn.Module):
         offsets = tensors.pop("d2t", None)
         table = tensors.pop("embed_tokens.weight", None)
         mask = tensors.pop("mask_hidden", None)
-        self.attention: Any = _layer_stack(spec, tensors)
+        self.attention: Any = _layer_stack(spec)
         self._adapt_layers(self.attention, tensors)
         _load_weights(spec.what, self.attention, tensors, target.device, dtype)
         self._table = self._embedding(table, target, dtype)
@@ -84,10 +71,12 @@ class EagleHead(nn.Module):
         self.head = self._output_head(offsets, target)
         # Not on `self`, which may hold modules of the target.
         self.attention.requires_grad_(False).eval()
-        self._mask = self._mask_feature(mask, target.device, dtype)
+        if spec.mask_token is not None:
+            feature = self._mask_feature(spec.mask_token, mask, target.device, dtype)
+            self.mask_pair = spec.mask_token, feature
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """Return the (T, h) features of (T, H) hidden states, one tensor per `hidden_layers`."""
+        """See `PairHead`."""
         stack = self.attention
         parts = [state.to(stack.fc.weight.device, stack.fc.weight.dtype) for state in states]
         if hasattr(stack, "fc_norm"):
@@ -115,12 +104,6 @@ class EagleHead(nn.Module):
         for layer in others:
             hidden = layer(hidden, **attention)
         return stack.norm(hidden) if self.spec.norm_output else hidden
-
-    def mask_tokens(self, count: int) -> MaskTokens | None:
-        """Return `count` mask pairs for one pass (P-EAGLE); None to draft step by step."""
-        if self._mask is None or self.spec.mask_token is None:
-            return None
-        return MaskTokens(self.spec.mask_token, self._mask.expand(count, -1))
 
     def _enter(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of the first attention and the residual added to its output."""
@@ -155,7 +138,13 @@ class EagleHead(nn.Module):
         # With `norm_output` the feature is normed already.
         norm = nn.Identity() if self.spec.norm_output else stack.norm
         trained = getattr(stack, "lm_head", None)
-        scores: Any = _target_head(self.spec, target) if trained is None else trained
+        scores: Any = target.get_output_embeddings() if trained is None else trained
+        width = scores.weight.shape[1]
+        if trained is None and width != self.hidden_size:
+            raise AssistantError(
+                f"{self.spec.what} is damaged: it has no lm_head, and the target's needs inputs of "
+                f"width {width}, not {self.hidden_size}"
+            )
         draft_vocab_size = scores.weight.shape[0]
         vocabulary = draft_vocab_ids(self.spec.what, offsets, draft_vocab_size, full_size)
         if trained is not None and draft_vocab_size > full_size:
@@ -190,16 +179,15 @@ class EagleHead(nn.Module):
         return F.pad(shipped, (0, 0, 0, max(0, size[0] - shape[0]))).to(target.device, dtype)
 
     def _mask_feature(
-        self, mask: Tensor | None, device: torch.device, dtype: torch.dtype
-    ) -> Tensor | None:
-        if self.spec.mask_token is None:
-            return None
+        self, token: int, mask: Tensor | None, device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the (1, h) feature of P-EAGLE's mask pairs."""
         width = self.attention.fc.in_features
-        if mask is None or mask.numel() != width or self.spec.mask_token >= len(self._table):
+        if mask is None or mask.numel() != width or token >= len(self._table):
             raise AssistantError(
                 f"{self.spec.what} is damaged: mask_hidden is "
                 f"{None if mask is None else tuple(mask.shape)}, not of size {width}, or "
-                f"token {self.spec.mask_token} has no embedding"
+                f"token {token} has no embedding"
             )
         with torch.no_grad():
             parts = mask.to(device, dtype).view(1, -1).chunk(len(self.hidden_layers), dim=-1)
@@ -210,7 +198,7 @@ class Eagle1Head(EagleHead):
     """An EAGLE-1 or 2 head: embedding and last hidden state are joined before an ordinary layer."""
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """Return the (T, h) features: the target's last hidden states."""
+        """See `PairHead`."""
         weight = self.attention.fc.weight
         return states[0].to(weight.device, weight.dtype)
 
@@ -233,11 +221,7 @@ class Eagle1Head(EagleHead):
 
 
 def build(head: PublishedHead, target: PreTrainedModel) -> EagleHead:
-    """Return the head of published files, in evaluation mode, on the target's device.
-
-    Raises:
-        AssistantError: if it is damaged, or for a target of other sizes.
-    """
+    """Return the head of published files, in evaluation mode, on the target's device."""
     tensors = canonical_names(head.tensors)
     spec = read_spec(head, tensors, target.config.get_text_config())
     _warn_of_other_target(spec.what, head, target)
@@ -247,20 +231,17 @@ def build(head: PublishedHead, target: PreTrainedModel) -> EagleHead:
 
 def _warn_of_other_target(what: str, head: PublishedHead, target: PreTrainedModel) -> None:
     """Warn if the head names another target; with equal sizes only acceptance would suffer."""
-    inner = head.config.get("speculators_config")
-    verifier = inner.get("verifier") if isinstance(inner, dict) else None
-    named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    used = base_name(target)
-    if isinstance(named, str) and named != used and is_hub_id(named) and is_hub_id(used):
+    named, used = verifier_name(head.config), base_name(target)
+    if named is not None and named != used and is_hub_id(named) and is_hub_id(used):
         logger.warning(
             "%s was trained for %s; few drafts for %s may be accepted", what, named, used
         )
 
 
-def _layer_stack(spec: EagleSpec, tensors: dict[str, Tensor]) -> Any:
+def _layer_stack(spec: EagleSpec) -> Any:
     """Return a model of ordinary layers of the head's sizes, without weights or embedding."""
     sizes: dict[str, Any] = {
-        **layer_config(spec, tensors),
+        **spec.layer,
         "rope_parameters": spec.rope,
         "vocab_size": 1,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
@@ -288,17 +269,6 @@ def _load_weights(
     stack.load_state_dict(weights, assign=True)
     # Rotary frequencies are computed, not stored.
     stack.rotary_emb = type(stack.rotary_emb)(stack.config).to(device)
-
-
-def _target_head(spec: EagleSpec, target: PreTrainedModel) -> Any:
-    """Return the target's output head, for EAGLE heads without their own."""
-    scores: Any = target.get_output_embeddings()
-    if scores.weight.shape[1] != spec.hidden_size:
-        raise AssistantError(
-            f"{spec.what} is damaged: it has no lm_head, and the target's needs inputs of width "
-            f"{scores.weight.shape[1]}, not {spec.hidden_size}"
-        )
-    return scores
 
 
 for _family in FAMILIES:

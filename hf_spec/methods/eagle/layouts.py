@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.engine.forward.output import default_aux_layers
-from hf_spec.methods.eagle.spec import EagleSpec, layer_config
+from hf_spec.methods.eagle.spec import EagleSpec
 from hf_spec.methods.published_weights import draft_vocab_ids
 
 logger = logging.getLogger(__name__)
@@ -30,13 +30,7 @@ Layout = tuple[dict[str, Any], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Verifier:
-    """The target of a head.
-
-    Attributes:
-        name: Hub id or folder.
-        architectures: class names in its config.
-        text: config of its text model.
-    """
+    """The target of a head: Hub id or folder, class names, and config of its text model."""
 
     name: str
     architectures: tuple[str, ...]
@@ -46,16 +40,10 @@ class Verifier:
 def for_vllm(
     spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier, steps: int
 ) -> Layout:
-    """Return config and tensors of a head for vLLM.
+    """Return config and tensors of a head for vLLM, which drafts `steps` tokens per round.
 
-    Args:
-        spec: of the head.
-        tensors: of the head, renamed by `canonical_names`.
-        verifier: the target.
-        steps: tokens that vLLM drafts per round.
-
-    Raises:
-        AssistantError: if vLLM does not support the network, or "d2t" does not fit the target.
+    `tensors` are renamed by `canonical_names`. Networks that vLLM does not support, and a "d2t"
+    that does not fit the target, raise `AssistantError`.
     """
     _check_supported(spec, tensors, "vLLM", {})
     exported = _exported_tensors(spec, tensors, verifier)
@@ -88,18 +76,12 @@ def for_vllm(
 def for_sglang(
     spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier, steps: int
 ) -> Layout:
-    """Return config and tensors of a head for SGLang.
-
-    Args as in `for_vllm`; `steps` is unused, since SGLang's command line sets the draft length.
-
-    Raises:
-        AssistantError: if SGLang does not support the network, or "d2t" does not fit the target.
-    """
+    """Return config and tensors of a head for SGLang, whose command line sets the draft length."""
     indices = _indices(spec, verifier)
     default = indices == list(default_aux_layers(verifier.text.num_hidden_layers))
     obstacles = {
         "drafts in one pass (P-EAGLE)": spec.mask_token is not None,
-        "several layers": spec.num_layers > 1,
+        "several layers": spec.layer["num_hidden_layers"] > 1,
         "the normed feature as a residual (norm_before_residual)": spec.norm_before_residual,
         "norms of queries and keys": "layers.0.self_attn.q_norm.weight" in tensors,
         "biases": any(name.endswith(".bias") for name in tensors),
@@ -206,8 +188,7 @@ def _indices(spec: EagleSpec, verifier: Verifier) -> list[int]:
 
 def _layer(spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier) -> dict[str, Any]:
     """Return the config of the layers; rotary keys as every version of transformers reads them."""
-    layer = layer_config(spec, tensors)
-    scaling = dict(spec.rope)
+    layer, scaling = dict(spec.layer), dict(spec.rope)
     layer["rope_theta"] = scaling.pop("rope_theta")
     if scaling["rope_type"] != "default":
         layer["rope_scaling"] = scaling

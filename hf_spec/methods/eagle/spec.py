@@ -3,7 +3,7 @@
 One network is published in three layouts: SafeAILab's is a Llama config of one layer with a
 `draft_vocab_size`; SpecForge and SGLang add `eagle_config`; vLLM's speculators put the layer into
 `transformer_layer_config`. A misread config raises no error, it only lowers acceptance. So each
-rule below names its source, and the user can override the config (`ConfigOverrides`).
+rule below names its source, and the user can override the config (`OVERRIDES`).
 """
 
 from __future__ import annotations
@@ -25,31 +25,21 @@ logger = logging.getLogger(__name__)
 # Rotary base of configs that name none, whatever the target's is.
 THETA = 10000.0
 EMBEDDINGS = ("target", "own", "scaled")
+# Options of `EagleConfig` that override a head's config.
+OVERRIDES = ("aux_layers", "rope_theta", "embedding", "norm_before_residual", "norm_output")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+Overrides = Mapping[str, Any]
 # Config keys of P-EAGLE's mask token.
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 @dataclass(frozen=True)
-class ConfigOverrides:
-    """Options of `EagleConfig` that override a head's config; None keeps the config's value."""
-
-    aux_layers: tuple[int, ...] | None = None
-    rope_theta: float | None = None
-    embedding: str | None = None
-    norm_before_residual: bool | None = None
-    norm_output: bool | None = None
-
-
-@dataclass(frozen=True)
 class EagleSpec:
-    """Sizes, switches and layers of a head.
+    """Layers and switches of a head.
 
     Attributes:
         what: names the head in messages.
-        hidden_size, inner_size: h, and the width of the MLP.
-        num_layers, num_heads, num_key_heads, head_size: of its layers.
-        layer: config of its layers, for values that tensors do not show.
+        layer: transformers config of the layers, without rotary parameters.
         rope: rotary parameters in the format of transformers.
         hidden_layers: indices into the target's `hidden_states`, or `BEFORE_NORM`; their states
             are concatenated into a feature.
@@ -58,13 +48,7 @@ class EagleSpec:
     """
 
     what: str
-    hidden_size: int
-    inner_size: int
-    num_layers: int
-    num_heads: int
-    num_key_heads: int
-    head_size: int
-    layer: Mapping[str, Any]
+    layer: dict[str, Any]
     rope: dict[str, Any]
     hidden_layers: tuple[int, ...]
     embedding: str
@@ -72,20 +56,21 @@ class EagleSpec:
     norm_output: bool
     mask_token: int | None
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the head, h."""
+        width: int = self.layer["hidden_size"]
+        return width
+
 
 def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], text: Any) -> EagleSpec:
-    """Return the spec of a head.
+    """Return the spec of a head from its tensors, renamed by `canonical_names`.
 
-    Args:
-        head: its files.
-        tensors: its tensors, renamed by `canonical_names`.
-        text: config of the target's text model.
-
-    Raises:
-        AssistantError: if the head is damaged or for a target of other sizes.
+    `text` is the config of the target's text model. A damaged head, or one for a target of other
+    sizes, raises `AssistantError`.
     """
     what = f"the {head.family} head {head.name!r}"
-    overrides, config = ConfigOverrides(**dict(head.overrides)), head.config
+    overrides, config = dict(head.overrides), head.config
     layer = config.get("transformer_layer_config", config)
     if not isinstance(layer, Mapping):
         raise AssistantError(f"{what} is damaged: transformer_layer_config={layer!r:.60}")
@@ -95,30 +80,19 @@ def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], text: Any) -> 
             "q_proj, k_proj and v_proj"
         )
     hidden_size, width = matrix_shape(what, tensors, "fc.weight")
-    heads, key_heads, head_size = _heads(what, tensors, layer)
     first = head.family == "eagle"
-    _check_target(what, config, text)
-    count = _num_states(what, width, hidden_size if first else 0, text.hidden_size)
+    count = _num_states(what, config, text, width - (hidden_size if first else 0))
     aux = (-1,) if first else _aux_layers(what, head, overrides, count, text.num_hidden_layers)
-    flags = {
-        name: _flag(what, config, overrides, name)
-        for name in ("norm_before_residual", "norm_output")
-    }
     return EagleSpec(
         what=what,
-        hidden_size=hidden_size,
-        inner_size=matrix_shape(what, tensors, "layers.0.mlp.gate_proj.weight")[0],
-        num_layers=_num_layers(what, tensors),
-        num_heads=heads,
-        num_key_heads=key_heads,
-        head_size=head_size,
-        layer=layer,
+        layer=_layer_config(what, tensors, layer),
         rope=_rope(what, layer, overrides),
         # EAGLE-3 reads the last layer's output before the final norm; index L is after it.
         hidden_layers=tuple(BEFORE_NORM if i == text.num_hidden_layers else i for i in aux),
         embedding=_embedding(what, head, tensors, overrides, hidden_size == text.hidden_size),
+        norm_before_residual=_flag(what, config, overrides, "norm_before_residual"),
+        norm_output=_flag(what, config, overrides, "norm_output"),
         mask_token=_mask_token(what, config) if head.family == "peagle" else None,
-        **flags,
     )
 
 
@@ -126,6 +100,14 @@ def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors under the names of the speculators layout, without computable ones."""
     named = {key.replace("midlayer.", "layers.0.", 1): t for key, t in tensors.items()}
     return {k: t for k, t in named.items() if k != "t2d" and not k.endswith("rotary_emb.inv_freq")}
+
+
+def verifier_name(config: Mapping[str, Any]) -> str | None:
+    """Return the target that a head names; None if it names none."""
+    inner = config.get("speculators_config")
+    verifier = inner.get("verifier") if isinstance(inner, Mapping) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    return name if isinstance(name, str) and name else None
 
 
 def matrix_shape(what: str, tensors: Mapping[str, Tensor], name: str) -> tuple[int, int]:
@@ -136,28 +118,10 @@ def matrix_shape(what: str, tensors: Mapping[str, Tensor], name: str) -> tuple[i
     return shape[0], shape[1]
 
 
-def layer_config(spec: EagleSpec, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the transformers config of a head's layers, without rotary parameters."""
-    attention = "layers.0.self_attn."
-    return {
-        "model_type": "qwen3" if f"{attention}q_norm.weight" in tensors else "llama",
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.inner_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_key_heads,
-        "head_dim": spec.head_size,
-        "hidden_act": spec.layer.get("hidden_act", "silu"),
-        "rms_norm_eps": spec.layer.get("rms_norm_eps", 1e-6),
-        "max_position_embeddings": spec.layer.get("max_position_embeddings", 2048),
-        "attention_bias": any(f"{attention}{name}.bias" in tensors for name in PROJECTIONS),
-    }
-
-
-def _heads(
+def _layer_config(
     what: str, tensors: Mapping[str, Tensor], layer: Mapping[str, Any]
-) -> tuple[int, int, int]:
-    """Return the numbers of heads and of key heads, and the head size."""
+) -> dict[str, Any]:
+    """Return the transformers config of the layers: sizes from tensors, the rest from `layer`."""
     attention = "layers.0.self_attn."
     inner = matrix_shape(what, tensors, f"{attention}o_proj.weight")[1]
     keys = matrix_shape(what, tensors, f"{attention}k_proj.weight")[0]
@@ -171,7 +135,19 @@ def _heads(
             f"{what} is damaged: its projections of width {inner} and {keys} do not split into "
             f"heads of size {size!r}"
         )
-    return inner // size, keys // size, size
+    return {
+        "model_type": "llama" if normed is None else "qwen3",
+        "hidden_size": len(tensors["fc.weight"]),
+        "intermediate_size": matrix_shape(what, tensors, "layers.0.mlp.gate_proj.weight")[0],
+        "num_hidden_layers": _num_layers(what, tensors),
+        "num_attention_heads": inner // size,
+        "num_key_value_heads": keys // size,
+        "head_dim": size,
+        "hidden_act": layer.get("hidden_act", "silu"),
+        "rms_norm_eps": layer.get("rms_norm_eps", 1e-6),
+        "max_position_embeddings": layer.get("max_position_embeddings", 2048),
+        "attention_bias": any(f"{attention}{name}.bias" in tensors for name in PROJECTIONS),
+    }
 
 
 def _num_layers(what: str, tensors: Mapping[str, Tensor]) -> int:
@@ -181,31 +157,27 @@ def _num_layers(what: str, tensors: Mapping[str, Tensor]) -> int:
     return len(layers)
 
 
-def _num_states(what: str, width: int, embedding_width: int, target_size: int) -> int:
-    """Return how many hidden states of the target make a feature, from the width of `fc`."""
-    features = width - embedding_width
-    if features <= 0 or features % target_size:
-        raise AssistantError(
-            f"{what} is for another target: its fc reads {features} numbers a token, but this "
-            f"target's states have {target_size}"
-        )
-    return features // target_size
-
-
-def _check_target(what: str, config: Mapping[str, Any], text: Any) -> None:
+def _num_states(what: str, config: Mapping[str, Any], text: Any, features: int) -> int:
+    """Return how many hidden states of the target make a feature of that width."""
     size = config.get("target_hidden_size")
     if size is not None and size != text.hidden_size:
         raise AssistantError(
             f"{what} is for a target of hidden size {size}; this one has {text.hidden_size}"
         )
+    if features <= 0 or features % text.hidden_size:
+        raise AssistantError(
+            f"{what} is for another target: its fc reads {features} numbers a token, but this "
+            f"target's states have {text.hidden_size}"
+        )
+    return features // text.hidden_size
 
 
 def _aux_layers(
-    what: str, head: PublishedHead, overrides: ConfigOverrides, count: int, num_layers: int
+    what: str, head: PublishedHead, overrides: Overrides, count: int, num_layers: int
 ) -> tuple[int, ...]:
     """Return `count` indices into `hidden_states`: overridden, configured, or the default."""
     default = default_aux_layers(num_layers)
-    ids, source = overrides.aux_layers, "given"
+    ids, source = overrides.get("aux_layers"), "given"
     if ids is None:
         ids, source = _configured_layers(head.config, default)
         if ids is None and count == 1:
@@ -258,12 +230,14 @@ def _int_list(value: Any) -> list[int] | None:
     return list(value) if is_list and all(type(item) is int for item in value) else None
 
 
-def _rope(what: str, layer: Mapping[str, Any], overrides: ConfigOverrides) -> dict[str, Any]:
+def _rope(what: str, layer: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Return rotary parameters from the head's own config, never from the target's."""
     stored = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     rope = dict(stored) if isinstance(stored, Mapping) else {}
     kind = rope.pop("type", None)
-    theta = overrides.rope_theta or rope.get("rope_theta") or layer.get("rope_theta") or THETA
+    theta = (
+        overrides.get("rope_theta") or rope.get("rope_theta") or layer.get("rope_theta") or THETA
+    )
     if type(theta) not in (int, float) or not theta > 0:
         raise AssistantError(f"{what} is damaged: rope_theta={theta!r}")
     return {"rope_type": kind or "default", **rope, "rope_theta": float(theta)}
@@ -273,7 +247,7 @@ def _embedding(
     what: str,
     head: PublishedHead,
     tensors: Mapping[str, Tensor],
-    overrides: ConfigOverrides,
+    overrides: Overrides,
     fits_target: bool,
 ) -> str:
     """Return which embedding to use.
@@ -283,7 +257,7 @@ def _embedding(
     shipped = "embed_tokens.weight" in tensors
     trusted = head.config.get("speculators_model_type") or head.family == "peagle"
     default = "own" if shipped and (trusted or not fits_target) else "target"
-    chosen = overrides.embedding or default
+    chosen = overrides.get("embedding") or default
     if chosen == "own" and not shipped:
         raise AssistantError(f"{what} has no embedding of its own; leave out embedding='own'")
     if chosen != "own" and not fits_target:
@@ -305,9 +279,9 @@ def _mask_token(what: str, config: Mapping[str, Any]) -> int:
     return int(ids[0])
 
 
-def _flag(what: str, config: Mapping[str, Any], overrides: ConfigOverrides, name: str) -> bool:
-    override = getattr(overrides, name)
-    value = config.get(name) or False if override is None else override
+def _flag(what: str, config: Mapping[str, Any], overrides: Overrides, name: str) -> bool:
+    value = overrides.get(name)
+    value = config.get(name) or False if value is None else value
     if not isinstance(value, bool):
         raise AssistantError(f"{what} is damaged: {name}={value!r} is neither true nor false")
     return value

@@ -35,8 +35,8 @@ from hf_spec.methods.eagle.head import EagleHead, build
 from hf_spec.methods.eagle.layouts import Layout, Verifier, for_vllm
 from hf_spec.methods.eagle.settings import EAGLE_RUN, EagleTrainSettings
 from hf_spec.methods.eagle.spec import canonical_names, read_spec
-from hf_spec.methods.falcon.csgd import Pairs, cut_prompt, read_pairs
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, check_plain_head
+from hf_spec.methods.feature_pairs.training_pairs import Pairs, cut_prompt, read_pairs
 from hf_spec.training.answers import learned_from
 from hf_spec.training.features import Text, fused_layers, num_features
 from hf_spec.training.held_out import acceptance, learned_and_held
@@ -71,25 +71,14 @@ def train_eagle(
 ) -> dict[str, float]:
     """Train a head on a frozen target's answers and write it to `folder`.
 
-    Checkpoint and metrics are written to its `training` folder.
-
-    Args:
-        model: the target.
-        texts: answers; several answers to one prompt share an id. Stored features must be those of
-            `fused_layers`.
-        folder: where the head is written.
-        settings: of the head and its loss.
-        run: of the optimization.
-        start: head to continue from, in any layout; by default the target's last layer. Its draft
-            vocabulary stays the same.
-
-    Returns:
-        Metrics on the held-out texts, see `acceptance`.
+    Checkpoint and metrics are written to its `training` folder. Several answers to one prompt share
+    an id; stored features must be those of `fused_layers`. Training continues from `start`, a head
+    in any layout with the same draft vocabulary, by default from the target's last layer. Returns
+    metrics on the held-out texts, see `acceptance`.
 
     Raises:
         UnsupportedError: if the target changes its logits after the head.
-        OptionError: if the training or the held-out set is empty, or `start` is of another family
-            or has other sizes than `settings`.
+        OptionError: if the training or the held-out set is empty, or `start` does not fit.
         AssistantError: if `start` belongs to another model.
     """
     check_plain_head(model)
@@ -172,12 +161,7 @@ def layout(
 
 
 def check_start(start: PublishedHead, model: PreTrainedModel, settings: EagleTrainSettings) -> None:
-    """Check that training can continue from a head.
-
-    Raises:
-        OptionError: if it is of another family, or has other sizes than `settings`.
-        AssistantError: if it belongs to another model.
-    """
+    """Raise `OptionError` or `AssistantError` if training cannot continue from a head."""
     what = f"the head to start from, {start.name!r},"
     if start.family != "eagle3":
         raise OptionError(f"{what} is of the family {start.family!r}, not 'eagle3'")
@@ -194,9 +178,10 @@ def check_start(start: PublishedHead, model: PreTrainedModel, settings: EagleTra
             f"{what} drafts {size} of {full} tokens, which cannot change, but vocabulary_size is "
             f"{requested}; set it to {size if size < full else None}"
         )
-    if settings.mlp_size not in (None, spec.inner_size):
+    inner_size = spec.layer["intermediate_size"]
+    if settings.mlp_size not in (None, inner_size):
         raise OptionError(
-            f"{what} has an MLP of width {spec.inner_size}, but mlp_size is {settings.mlp_size}; "
+            f"{what} has an MLP of width {inner_size}, but mlp_size is {settings.mlp_size}; "
             "leave mlp_size out"
         )
 
@@ -218,11 +203,7 @@ class StepsLoss:
         self.layers = fused_layers(target)
 
     def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
-        """Return the loss summed over the learned positions, and their number.
-
-        Each position has the weighted mean, over the steps, of the cross-entropy with the target's
-        distribution over the draft vocabulary.
-        """
+        """Return the loss summed over the learned positions, and their number."""
         pairs = read_pairs(self.target, batch.items, 1, self.settings.max_context, self.layers)
         width = self.target.config.get_text_config().hidden_size
         # The last of the fused layers is the state after the final norm, which the head reads.
@@ -280,20 +261,11 @@ class StepsLoss:
 def draft_steps(
     head: EagleHead, tokens: Tensor, features: Tensor, num_steps: int
 ) -> Iterator[Tensor]:
-    """Run the draft steps from every position of whole texts at once.
+    """Run the draft steps from every position of whole texts at once; yield (B, T, h) outputs.
 
     In step s, position i is the s-th draft pair after the true pairs 0 to i - s. Its feature is the
     output of step s - 1 at position i - 1. It sees the true pairs and its own draft ancestors, one
-    per earlier step.
-
-    Args:
-        head: the head to run.
-        tokens: (B, T) int64, t_{i+1}.
-        features: (B, T, h) from `EagleHead.fuse`.
-        num_steps: number of steps.
-
-    Yields:
-        (B, T, h) outputs of each step.
+    per earlier step. The inputs are (B, T) int64 t_{i+1}, and (B, T, h) from `EagleHead.fuse`.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     back = positions[:, None] - positions
@@ -339,15 +311,15 @@ def _initial_weights(model: PreTrainedModel, layer: dict[str, Any]) -> dict[str,
     for name, shape in plain.items():
         tensors[f"layers.0.{name}.weight"] = _cut_to(weights.get(f"{name}.weight"), shape)
     ones = torch.ones(width, device=model.device, dtype=model.dtype)
-    for name, norm in (
-        ("layers.0.hidden_norm", getattr(last.layers[0], "input_layernorm", None)),
-        ("layers.0.input_layernorm", None),
-        (
-            "layers.0.post_attention_layernorm",
-            getattr(last.layers[0], "post_attention_layernorm", None),
+    norms = {
+        "layers.0.hidden_norm": getattr(last.layers[0], "input_layernorm", None),
+        "layers.0.input_layernorm": None,
+        "layers.0.post_attention_layernorm": getattr(
+            last.layers[0], "post_attention_layernorm", None
         ),
-        ("norm", getattr(last, "norm", None)),
-    ):
+        "norm": getattr(last, "norm", None),
+    }
+    for name, norm in norms.items():
         # The norm of ones is its weight, whether stored as such or as an offset from one.
         tensors[f"{name}.weight"] = ones if norm is None else norm(ones).detach()
     return {**tensors, "fc.weight": torch.cat([torch.zeros(width, 2 * width), torch.eye(width)], 1)}

@@ -11,14 +11,10 @@ Enhanced Semi-Autoregressive Drafting and Custom-Designed Decoding Tree", arXiv 
 4. The target verifies the tree. The true pairs of the accepted tokens replace the predicted ones.
 5. Training replaces some input pairs by the answers of their block (CSGD, section 3.2).
 
-Where to find it:
-
-- drafter, equation (1): `head.FalconHead`
-- relaxed causal mask, section 3.4: `head.block_mask` in training, `feature_pairs.runner` in drafts
-- decoding tree, section 3.4 and figure 3: `drafter.FalconDrafter`, `tree_choice`, `trees.json`
-- CSGD, section 3.2, and the losses, equations (2) to (8): `csgd.GlancingLoss`; its share lambda of
-  replaced pairs: `settings.CsgdSettings.share`
-- acceptance by rank, from which trees are built: `rank_stats.ranks_along`
+Equation (1) is `head.FalconHead`. The relaxed causal mask of section 3.4 is `head.block_mask` in
+training and `feature_pairs.runner` in drafts, the decoding tree (figure 3) `drafter` and
+`trees.json`. `csgd.GlancingLoss` has equations (2) to (8), `settings.CsgdSettings.share` the share
+lambda of replaced pairs. Trees are built from the acceptance by rank, `rank_stats.ranks_along`.
 
 Differences: the tree is calibrated for the machine and may send its most probable nodes only
 (`hf-spec calibrate falcon`); a length policy may stop between passes; rows of a batch draft

@@ -10,8 +10,7 @@ Gao et al. 2024, arXiv 2412.12639, section 3.2. Two passes:
 
 Pair i is (t_{i+1}, h_i). Replacing it puts pair i + k in its place, feature and token together.
 
-Paper and released code differ. Each choice is an option (`CsgdSettings`); the paper's is the
-default:
+Paper and released code differ. Each choice is an option (`CsgdSettings`), by default the paper's:
 
 - `schedule`, lambda in epoch e of E, counted from 0: "paper" is 0.4 (E - e) / E, "released" is
   0.35 (E - e) / E + 0.10. Over few epochs neither falls far, so "steps", ours, is 0.4 times the
@@ -40,112 +39,29 @@ k; here both use the same grid. With k = 1 nothing is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import torch
 from hf_spec_kernels import DistillWeights, distill_loss, serves
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_spec.methods.falcon.head import FalconHead
 from hf_spec.methods.falcon.settings import CsgdSettings
-from hf_spec.training.features import LAST, Text, text_features
+from hf_spec.methods.feature_pairs.training_pairs import Pairs, read_pairs
+from hf_spec.training.features import Text
 from hf_spec.training.precision import mixed_precision
-from hf_spec.training.responses import Response
 from hf_spec.training.trainer import MicroBatch
 
 NOISE_LENGTH = 512
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Texts as a head reads them, padded on the right, with the M places it learns from.
-
-    Output i predicts pair i + k, so the true feature and token of place i are those of pair i + k.
-    Padding has no effect: the answer of a learned place comes after its whole block.
-
-    Attributes:
-        tokens: (B, T) int64, t_{i+1}.
-        features: (B, T, n * H) in the stored dtype, h_i of n layers.
-        span: per text the first learned place and the end of the last.
-    """
-
-    tokens: Tensor
-    features: Tensor
-    span: list[tuple[int, int]]
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of learned places of each text."""
-        return [stop - first for first, stop in self.span]
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """(M,) int64 text of each learned place, text by text."""
-        rows = torch.arange(len(self.span)).repeat_interleave(torch.tensor(self.counts))
-        return rows.to(self.tokens.device)
-
-    @cached_property
-    def places(self) -> Tensor:
-        """(M,) int64 learned places."""
-        places = torch.cat([torch.arange(first, stop) for first, stop in self.span])
-        return places.to(self.tokens.device)
-
-
-def cut_prompt(response: Response, max_context: int | None) -> int:
-    """Return the number of prompt tokens to skip, so that at most `max_context` remain."""
-    return 0 if max_context is None else max(0, len(response.prompt) - max_context)
-
-
-def read_pairs(
-    target: PreTrainedModel,
-    texts: Sequence[Text],
-    block_size: int,
-    max_context: int | None = None,
-    layers: Sequence[int] = LAST,
-) -> Pairs:
-    """Return texts as one batch; a learned place is one whose token t_{i+k+1} is of the answer.
-
-    Args:
-        target: the model that computes missing features.
-        texts: the texts.
-        block_size: k.
-        max_context: last tokens of a prompt that are read; None for all.
-        layers: layers that missing features are taken from.
-    """
-    stored = [text.features for text in texts]
-    if any(features is None for features in stored):
-        stored = list(text_features(target, [text.response for text in texts], layers))
-    lines, states, span = [], [], []
-    for text, features in zip(texts, stored, strict=True):
-        response = text.response
-        cut = cut_prompt(response, max_context)
-        line = [*response.prompt, *response.response][cut + 1 :]
-        first = max(0, len(response.prompt) - cut - 1 - block_size)
-        lines.append(torch.tensor(line))
-        assert features is not None
-        states.append(features[cut:])
-        span.append((first, max(first, len(line) - block_size)))
-    tokens, inputs = (
-        nn.utils.rnn.pad_sequence(parts, batch_first=True).to(target.device)
-        for parts in (lines, states)
-    )
-    return Pairs(tokens, inputs, span)
-
-
 class GlancingLoss:
     """The CSGD loss of a head in training mode on micro-batches, with a frozen target.
 
-    Args:
-        head: the head.
-        target: the target.
-        settings: the choices listed above.
-        num_epochs: epochs of the run.
-        sizes: (H,) root mean square of each dimension of the target's features.
-        max_context: last tokens of a prompt that are read; None for all.
+    `sizes` are the (H,) root mean squares of the dimensions of the target's features, `max_context`
+    the last tokens of a prompt that are read, None for all.
     """
 
     def __init__(
@@ -172,16 +88,17 @@ class GlancingLoss:
         pairs = read_pairs(self.target, batch.items, k, self.max_context, layers)
         states = pairs.features.split(self.head.hidden_size, dim=-1)
         truth = states[-1][pairs.rows, pairs.places + k]
-        with self._autocast():
+        # One region per pass: the second must not reuse weights that were cast without gradient.
+        with mixed_precision(self.target):
             pairs = replace(pairs, features=self.head.fuse(states))
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), mixed_precision(self.target):
             scores = self.head.head.draft_logits(truth.to(self.target.dtype)).float()
         tokens, features = pairs.tokens, self._noisy(pairs)
         share = self.settings.share(batch.epoch, self.num_epochs, batch.done)
         learned = torch.ones_like(pairs.places, dtype=torch.bool)
         glances = share > 0 and k > 1
         if glances or self.settings.own_features:
-            with torch.no_grad(), self._autocast():
+            with torch.no_grad(), mixed_precision(self.target):
                 first = self.head(tokens, features, grid)
             features = self._with_own(tokens, features, first, grid)
         if glances:
@@ -192,7 +109,7 @@ class GlancingLoss:
             tokens, features = self._replace(tokens, features, pairs, chosen, scores)
             if not self.settings.learn_replaced:
                 learned = ~chosen
-        with self._autocast():
+        with mixed_precision(self.target):
             second = self.head(tokens, features, grid)
         predicted, logits = self._read(second, pairs)
         answers = pairs.tokens[pairs.rows, pairs.places + k]
@@ -201,13 +118,9 @@ class GlancingLoss:
 
     def _read(self, outputs: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Return (M, H) features and (M, R) logits at the learned places."""
-        with self._autocast():
+        with mixed_precision(self.target):
             predicted = outputs[pairs.rows, pairs.places]
             return predicted, self.head.head.draft_logits(predicted)
-
-    def _autocast(self) -> torch.autocast:
-        # One region per pass: the second must not reuse weights that were cast without gradient.
-        return mixed_precision(self.target)
 
     def _noisy(self, pairs: Pairs) -> Tensor:
         """Return the input features with noise, scaled per text if it depends on the length."""
@@ -234,7 +147,7 @@ class GlancingLoss:
         mixed = features
         for done in range(self.settings.own_passes):
             if done:
-                with torch.no_grad(), self._autocast():
+                with torch.no_grad(), mixed_precision(self.target):
                     predicted = self.head(tokens, mixed, grid)
             earlier = F.pad(predicted, (0, 0, k, 0))[:, :length]
             mixed = torch.where(replaced, earlier.to(features.dtype), features)
@@ -297,14 +210,10 @@ class GlancingLoss:
 
 
 def replaced_places(first: int, stop: int, count: int, block_size: int, grid: int) -> list[int]:
-    """Return the places to replace: runs from the start of a block without its last place.
+    """Return the places in [first, stop) to replace: runs from the start of a block.
 
-    Args:
-        first: the first place.
-        stop: the end of the places.
-        count: places to replace; blocks with k > 2 get count // k runs.
-        block_size: k.
-        grid: where a block begins.
+    They leave out the last place of the block. About `count` are replaced; with k > 2 there are
+    count // k runs. A block begins at `grid`.
     """
     longest = block_size - 1
     begin = first + (grid - first) % block_size

@@ -10,6 +10,7 @@ The draft depends on committed tokens and features only, so node draw verifies i
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.backend.device.transfer import send
+from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
 from hf_spec.drafting.cost_model.cost_model_drafter import (
@@ -29,7 +32,7 @@ from hf_spec.drafting.cost_model.cost_model_drafter import (
 )
 from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import LevelConfig
-from hf_spec.drafting.rank_tree import RankTree, checked_tree
+from hf_spec.drafting.rank_tree import RankTree, checked_tree, published_trees
 from hf_spec.drafting.token_graph import UnmergedTree
 from hf_spec.drafting.tree_growth import Growth, NextTokens, RowGrowth, TreeShape
 from hf_spec.engine.decode.drafter import Drafter
@@ -37,10 +40,9 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import NodeProcessors
 from hf_spec.engine.forward.draft_tree import likeliest
 from hf_spec.methods.falcon.head import METHOD, FalconHead
-from hf_spec.methods.falcon.loading import resolve_falcon_head
-from hf_spec.methods.falcon.tree_choice import choose_tree, max_sent
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.feature_pairs.runner import check_packed
+from hf_spec.methods.loading import adapter_module
 from hf_spec.methods.registry import register
 
 
@@ -54,7 +56,9 @@ def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> D
         config = replace(config, max_draft_tokens=tree.height)
     policy = make_policy(config, target)
     max_nodes = config.max_nodes if isinstance(config.max_nodes, int) else None
-    most_sent = max_sent(config.tree, max_nodes, head)
+    most_sent = max_nodes
+    if max_nodes is None and config.tree == "auto":
+        most_sent = _stored_option(head, "max_nodes", "calibrate")
     if config.length_policy == MEASURED or by_cost:
         drafter = FalconDrafter(head, tree, policy, config.min_draft_tokens)
         config = replace(config, max_nodes=max_nodes or len(tree))
@@ -109,12 +113,8 @@ class FalconConfig(PolicyConfig):
 class FalconDrafter(PairDrafter):
     """Drafts a rank tree with a Falcon head in evaluation mode, k levels per pass.
 
-    Args:
-        head: the head.
-        tree: the tree that is drafted in every round.
-        policy: the length policy, applied between passes; by default the whole tree is drafted.
-        min_draft_tokens: levels that are drafted before the policy may stop.
-        max_nodes: nodes of a row to send, the most probable paths; None for all.
+    `policy` is applied between passes; by default the whole tree is drafted. `max_nodes` of a row,
+    the most probable paths, are sent; None sends all.
     """
 
     counted = ("draft_nodes", "rounds")
@@ -165,9 +165,8 @@ class FalconDrafter(PairDrafter):
         outputs = self.run_blocks(state, growth).view(num_rows, -1, self.head.hidden_size)
         if index is not None:
             outputs = outputs[:, index]
-        tokens, chances, probs = self._runner.top_tokens(
-            outputs.flatten(0, 1), self.shape.num_ranks
-        )
+        num_ranks = self.shape.num_ranks
+        tokens, chances, probs = self._runner.top_tokens(outputs.flatten(0, 1), num_ranks)
         scores: Tensor | None = None
         if self.policy_stops:
             depths = [growth.depth + output % size for output in lists.outputs]
@@ -234,3 +233,80 @@ def used_lists(tree: RankTree, block_size: int) -> tuple[UsedLists, ...]:
             )
         )
     return tuple(passes)
+
+
+def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHead:
+    """Return the Falcon head for `assistant`; an unsuitable one raises `AssistantError`."""
+    if isinstance(assistant, (str, os.PathLike, SpecAdapter)):
+        head: FalconHead = adapter_module(assistant, METHOD, target)
+        return head
+    if not isinstance(assistant, FalconHead):
+        raise AssistantError(
+            f"assistant of type {type(assistant).__name__} is not a Falcon head; pass the folder "
+            "or Hub id of a Falcon adapter, made by `hf-spec train falcon`, or a FalconHead"
+        )
+    assistant.base.check(target)
+    if assistant.training:
+        raise AssistantError("the Falcon head is in training mode; call eval() on it")
+    device = assistant.attention.device
+    if device != target.device:
+        raise AssistantError(
+            f"the Falcon head is on {device}, the model on {target.device}; move the head there"
+        )
+    return assistant
+
+
+def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:
+    """Return the tree of `FalconConfig.tree` for a head, cut to a depth and to its vocabulary."""
+    tree = _whole_tree(named, max_draft_tokens, head).cut(max_draft_tokens, head.head.size)
+    longest = max_depth(head)
+    if longest is not None and tree.height > longest:
+        raise OptionError(
+            f"a tree of depth {tree.height} is deeper than the head was trained for ({longest}); "
+            f"pass max_draft_tokens={longest} or a flatter tree"
+        )
+    return tree
+
+
+def max_depth(head: FalconHead) -> int | None:
+    """Return the depth that a head was trained for; None if its adapter has none."""
+    return _stored_option(head, "max_depth", "train")
+
+
+def _stored_option(head: FalconHead, name: str, remedy: str) -> int | None:
+    value = head.options.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise AssistantError(f"the Falcon adapter has {name}={value!r}; {remedy} it again")
+    return value
+
+
+def _whole_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:
+    size = head.shape.block_size
+    default_depth = min(2 * size, max_depth(head) or 2 * size)
+    if not isinstance(named, str):
+        return RankTree(named)
+    if named == "chain":
+        return RankTree.chain(max_draft_tokens or default_depth)
+    if named != "auto":
+        published = published_trees(METHOD)[named]
+        if published.block_size != size:
+            raise OptionError(
+                f"tree={named!r} is for heads with block_size {published.block_size}; this one has "
+                f"{size}: pass tree='auto', 'chain' or rank paths"
+            )
+        return published.tree
+    stored_tree = head.options.get("tree")
+    if stored_tree is None:
+        # On a CPU a small model verifies 8 nodes at nearly the cost of one token.
+        chain = RankTree.chain(default_depth).paths
+        return RankTree.of([*chain, (1,), (2,), *[(0, 1)][: default_depth - 1]])
+    try:
+        tree = RankTree.of(stored_tree)
+    except (OptionError, TypeError) as error:
+        raise AssistantError(f"the Falcon adapter's tree cannot be used: {error}") from error
+    if tree.height > (max_depth(head) or tree.height):
+        raise AssistantError(
+            f"the Falcon adapter's tree cannot be used: it is {tree.height} deep, its head was "
+            f"trained for {max_depth(head)}; calibrate it again"
+        )
+    return tree

@@ -35,28 +35,21 @@ from hf_spec.engine.forward.output import default_aux_layers
 from hf_spec.engine.models.recurrent_layers import mixers_of
 from hf_spec.methods.draft_model.truncated import last_layers
 from hf_spec.methods.falcon.settings import FalconShape
-from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
-from hf_spec.methods.feature_pairs.rows import State
+from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, PairHead, State
 
 METHOD = "falcon"
 # Prefix of the weights for earlier hidden states.
 EARLIER = "earlier."
 
 
-class FalconHead(nn.Module):
+class FalconHead(PairHead):
     """Predicts the next k features of a target.
 
-    Args:
-        target: the target model, which is not changed.
-        shape: sizes of the head.
-        vocabulary: (R,) int64 token ids that it can draft; None for all.
+    The target is not changed; `attention` has copies of its layers, and `head` shares its frozen
+    output head. `vocabulary`, (R,) int64, are the tokens that it can draft; None for all.
 
     Attributes:
-        head: output head, from features to logits; frozen.
         options: options of its adapter: `tree`, `max_depth`, ...
-        attention: the attention layers, as a model that takes `inputs_embeds`; its weights are
-            copies.
-        hidden_layers: indices of the target's `hidden_states` that each feature is made of.
         enter, leave: (2H,) and (H,), scales of the LSTM's inputs and outputs; not in the paper.
     """
 
@@ -111,9 +104,8 @@ class FalconHead(nn.Module):
     def start_plain(self, feature_size: Tensor | float, residual_size: float = 1.0) -> None:
         """Initialize the mixer to add token embedding and feature, at scales that suit the layers.
 
-        Args:
-            feature_size: root mean square of the target's features, (H,) or a scalar.
-            residual_size: root mean square of the input of the target's copied layers.
+        These are root mean squares: of the target's features, (H,) or a scalar, and of the input of
+        its copied layers.
         """
         # LSTM inputs should be about one, and its outputs are less than one; the copied attention
         # layers expect the residual stream. A few dimensions of a feature are many times larger
@@ -146,39 +138,21 @@ class FalconHead(nn.Module):
     def mix(
         self, tokens: Tensor, features: Tensor, state: State | None = None
     ) -> tuple[Tensor, State | None]:
-        """Run the LSTM over sequences of pairs.
-
-        Args:
-            tokens: (S, L) int64 t_{i+1}.
-            features: (S, L, H) h_i.
-            state: the state after the pairs before these; None at the start.
-
-        Returns:
-            (S, L, H) mixed pairs, and the state after the last one; None if not recurrent.
-        """
+        """Run the LSTM over (S, L) pairs that follow `state`; return (S, L, H) mixed pairs."""
         embedded = self.attention.get_input_embeddings()(tokens)
         pairs = torch.cat([embedded, features.to(embedded.dtype)], dim=-1)
         mixed, state = self.mixer(pairs * self.enter, state)
         return mixed * self.leave, state
 
     def attend(self, mixed: Tensor, **attention: Any) -> Tensor:
-        """Return the (B, T, H) features predicted from (B, T, H) mixed pairs.
-
-        `attention` is what the target's layers take: `attention_mask`, `position_ids`, and a
-        `spec_step` for packed trees.
-        """
+        """See `PairHead`."""
         return self.attention(inputs_embeds=mixed, use_cache=False, **attention)[0]
 
     def forward(self, tokens: Tensor, features: Tensor, grid: int = 0) -> Tensor:
         """Predict the features of whole texts, padded on the right, in training.
 
-        Args:
-            tokens: (B, T) int64 t_{i+1}.
-            features: (B, T, H) h_i.
-            grid: where a block begins, below k.
-
-        Returns:
-            (B, T, H); place i holds the predicted h_{i+k}.
+        From (B, T) int64 t_{i+1} and (B, T, H) h_i, place i of (B, T, H) has the predicted h_{i+k}.
+        A block begins at `grid`, below k.
         """
         mixed, _ = self.mix(tokens, features)
         length = tokens.shape[1]
@@ -186,9 +160,6 @@ class FalconHead(nn.Module):
         positions = torch.arange(length, device=tokens.device)[None]
         masks = self._masks(visible, mixed.dtype)
         return self.attend(mixed, attention_mask=masks, position_ids=positions)
-
-    def mask_tokens(self, count: int) -> None:
-        """Return None: a pass drafts k tokens from true pairs."""
 
     def _masks(self, visible: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Return the mask as the layers take it, restricted to their sliding windows."""
@@ -226,15 +197,9 @@ class FalconHead(nn.Module):
     ) -> FalconHead:
         """Return the head of an adapter, in the dtype and on the device of `target`.
 
-        Args:
-            adapter: from `to_adapter`.
-            target: the target model.
-            vocabulary: (R,) int64 token ids that it can draft, None for all; by default the
-                adapter's.
-            fused: add untrained weights for earlier states to a head without them.
-
-        Raises:
-            AssistantError: if the adapter belongs to another base or is damaged.
+        `vocabulary` replaces that of the adapter. `fused` adds untrained weights for earlier states
+        to a head without them. An adapter of another base, or a damaged one, raises
+        `AssistantError`.
         """
         adapter.base.check(target)
         try:
@@ -354,10 +319,7 @@ def _renumber(stack: PreTrainedModel, first: int) -> None:
 def block_mask(length: int, block_size: int, grid: int = 0) -> Tensor:
     """Return the (T, T) bool relaxed causal mask: pair i sees its own block and earlier ones.
 
-    Args:
-        length: number of pairs T.
-        block_size: pairs per block, k.
-        grid: where a block begins, below k; the pairs before it form a block.
+    A block begins at `grid`, below k; the pairs before it form a block, too.
     """
     block = torch.arange(length).sub(grid).div(block_size, rounding_mode="floor")
     return block[:, None] >= block[None, :]

@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from hf_spec.engine.forward.attention_span import Segment
-from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
-from hf_spec.methods.feature_pairs.rows import PairHead, PairRow, State
-from hf_spec.methods.feature_pairs.runner import HeadRunner, joined
+from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, PairHead, State
+from hf_spec.methods.feature_pairs.runner import (
+    HeadRunner,
+    PairRow,
+    joined_states,
+    newest_segment,
+)
 
 # Drafts that run at once; limits the size of their masks.
 STARTS_AT_ONCE = 128
@@ -26,19 +30,11 @@ def ranks_along(
 ) -> Tensor:
     """Return the ranks of the true tokens in the lists that drafts along the true path would have.
 
-    A draft from place p reads the tokens up to p and the target's features before p. Its deeper
-    passes read the true tokens, and the features that it predicted itself.
-
-    Args:
-        head: the head.
-        tokens: the text.
-        features: (max(starts), H) or more features of the target.
-        starts: the places p to draft from.
-        depth: tokens of each draft.
-
-    Returns:
-        (len(starts), depth) int64; -1 for tokens outside the head's vocabulary, and for drafts that
-        begin before there are k pairs, which cannot be made.
+    A draft of `depth` tokens from place p of `starts` reads the tokens up to p and the target's
+    features before p, of (max(starts), H) or more. Its deeper passes read the true tokens, and the
+    features that it predicted itself. The result is (len(starts), depth) int64; -1 for tokens
+    outside the head's vocabulary, and for drafts that begin before there are k pairs, which cannot
+    be made.
     """
     for start in starts:
         if not 0 <= start <= min(len(features), len(tokens) - 1 - depth):
@@ -82,7 +78,7 @@ def _mix_all(
         assert state is not None, "a recurrent head carries its state"
         mixed.append(out[0])
         states.append(state)
-    return torch.cat(mixed), joined(states)
+    return torch.cat(mixed), joined_states(states)
 
 
 def _follow(
@@ -130,14 +126,5 @@ def _segment(num_pairs: int, starts: Tensor, depth: int, size: int) -> Segment:
     visible = torch.cat(
         [torch.arange(num_pairs) < starts[draft][:, None], draft[:, None] == drafts], dim=1
     )
-    return Segment(
-        slot=0,
-        start=0,
-        end=count * size,
-        num_keys=visible.shape[1],
-        position=position,
-        last_position=int(position.max()),
-        tail_position=torch.cat([torch.arange(num_pairs), *before, position]),
-        seen=visible,
-        cache_indices=range(visible.shape[1] - count * size, visible.shape[1]),
-    )
+    tail = torch.cat([torch.arange(num_pairs), *before, position])
+    return newest_segment(0, 0, 0, tail, count * size, visible)

@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.common.errors import OptionError
-from hf_spec.methods.falcon.csgd import GlancingLoss, cut_prompt, read_pairs
+from hf_spec.methods.falcon.csgd import GlancingLoss
 from hf_spec.methods.falcon.head import METHOD, FalconHead
 from hf_spec.methods.falcon.settings import FALCON_RUN, FalconShape, FalconTrainSettings
 from hf_spec.methods.feature_pairs.draft_head import check_plain_head
+from hf_spec.methods.feature_pairs.training_pairs import cut_prompt, read_pairs
 from hf_spec.training.answers import learned_from
 from hf_spec.training.features import LAST, Text, fused_layers, num_features, text_features
 from hf_spec.training.held_out import acceptance, learned_and_held
@@ -55,14 +56,9 @@ def train_falcon(
 ) -> SpecAdapter:
     """Train a head on a frozen target's answers and write its adapter to `folder`.
 
-    Args:
-        model: the target.
-        texts: its answers; several answers to one prompt share an id.
-        folder: the adapter's folder. Checkpoints and metrics go into its `training` folder.
-        settings: what to train.
-        run: how to train.
-        start: a head to continue training from; by default the target's last layers. Its vocabulary
-            is chosen again, unless the settings keep it. It may become fused.
+    Checkpoints and metrics are written to its `training` folder. Several answers to one prompt
+    share an id. Training continues from `start`, by default from the target's last layers. The
+    vocabulary of `start` is chosen again, unless the settings keep it, and it may become fused.
 
     Raises:
         UnsupportedError: if the target changes its logits after the output head.
@@ -118,23 +114,18 @@ def _new_head(
                 f"the head to start from has the shape {asdict(head.shape)}, not "
                 f"{asdict(settings.shape)}"
             )
-        if settings.shape.fused and not FalconShape(**start.options["shape"]).fused:
-            head.start_fusing(state_sizes(model, learned, head))
         for parameter in head.trained().values():
             parameter.requires_grad_(True)
-        return head
-    head = FalconHead(model, settings.shape, vocabulary)
-    depth = model.config.get_text_config().num_hidden_layers
-    entering = hidden_sizes(model, learned[:SAMPLE], depth - settings.shape.num_layers)
-    head.start_plain(sizes, float(entering.square().mean().sqrt()))
-    if settings.shape.fused:
-        head.start_fusing(state_sizes(model, learned, head))
+    else:
+        head = FalconHead(model, settings.shape, vocabulary)
+        depth = model.config.get_text_config().num_hidden_layers
+        entering = hidden_sizes(model, learned[:SAMPLE], depth - settings.shape.num_layers)
+        head.start_plain(sizes, float(entering.square().mean().sqrt()))
+    was_fused = start is not None and FalconShape(**start.options["shape"]).fused
+    if settings.shape.fused and not was_fused:
+        layers = head.hidden_layers
+        head.start_fusing(torch.cat([hidden_sizes(model, learned[:SAMPLE], i) for i in layers]))
     return head
-
-
-def state_sizes(model: PreTrainedModel, texts: Sequence[Text], head: FalconHead) -> Tensor:
-    """Return (n * H,) root mean squares of the n hidden states that `head` reads."""
-    return torch.cat([hidden_sizes(model, texts[:SAMPLE], layer) for layer in head.hidden_layers])
 
 
 def hidden_sizes(model: PreTrainedModel, texts: Sequence[Text], layer: int = -1) -> Tensor:

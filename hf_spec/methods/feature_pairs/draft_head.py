@@ -1,4 +1,4 @@
-"""Output heads of drafters: for few tokens, and after a learned bridge.
+"""Heads of drafters: output heads for few tokens, after a norm or a learned bridge; pair heads.
 
 The output head of a small model takes most of a draft step: 49,152 rows of SmolLM2's against a few
 layers. Frequent tokens make up nearly all of a text, so a head of a few thousand rows proposes
@@ -13,8 +13,9 @@ lens", Belrose et al. 2023, arXiv 2303.08112).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from transformers import PreTrainedModel
 from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.fast.graph_shapes import step_variant
+
+# Hidden and cell state of both layers of a Falcon head's LSTM, (2, S, H) each.
+State = tuple[Tensor, Tensor]
 
 
 class _Restricted(threading.local):
@@ -38,14 +42,8 @@ _restricted = _Restricted()
 class FewTokensHead(nn.Module):
     """The target's output head for the tokens of `vocabulary`; all others get the logit -inf.
 
-    Args:
-        head: (V, hidden size) head of the target. Shared without a vocabulary; else its rows are
-            copied.
-        vocabulary: (R,) int64 token ids, ascending; None for all.
-
-    Attributes:
-        full_size: V.
-        size: R; V without a vocabulary.
+    The (V, hidden size) head is shared without a vocabulary; else its rows are copied. `vocabulary`
+    are (R,) int64 token ids, ascending. `full_size` is V, `size` R, or V without a vocabulary.
     """
 
     vocabulary: Tensor | None
@@ -124,6 +122,70 @@ class DraftHead(FewTokensHead):
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """See `FewTokensHead`."""
         return super().draft_logits(self.bridge(hidden))
+
+
+class NormedHead(FewTokensHead):
+    """A norm and an output projection, both shared modules, over R of the target's V tokens."""
+
+    def __init__(self, norm: Any, scores: Any, vocabulary: Tensor | None, full_size: int):
+        nn.Module.__init__(self)
+        self.norm = norm
+        self.scores = scores
+        self.full_size = full_size
+        self.size = scores.weight.shape[0]
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """(..., h) -> (..., R) logits of the tokens in `vocabulary`."""
+        normed = self.norm(hidden)
+        return self.scores(normed.to(self.scores.weight.dtype))
+
+
+@dataclass(frozen=True)
+class SinglePairShape:
+    """Shape of EAGLE and MTP heads: blocks of one pair, no state carried between pairs."""
+
+    num_layers: int = 1
+    block_size: int = 1
+    recurrent: bool = False
+
+
+class PairHead(nn.Module):
+    """A head that predicts features from pairs of a token and a feature.
+
+    Attributes:
+        hidden_layers: indices of the target's `hidden_states` that a feature is made of.
+        hidden_size: H, the width of its features.
+        shape: `SinglePairShape`, or a `FalconShape` with blocks of k pairs.
+        head: `FewTokensHead` that reads logits off the features it predicts.
+        attention: the model that has its layers.
+        mask_pair: token id and (1, H) feature that stand for a token to come, after the newest true
+            pair; None if a draft takes several passes.
+    """
+
+    hidden_layers: tuple[int, ...] = (-1,)
+    hidden_size: int
+    shape: Any = SinglePairShape()
+    head: Any
+    attention: Any
+    mask_pair: tuple[int, Tensor] | None = None
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """Return the (T, H) features of the (T, ...) states of `hidden_layers`."""
+        raise NotImplementedError
+
+    def mix(
+        self, tokens: Tensor, features: Tensor, state: State | None = None
+    ) -> tuple[Tensor, State | None]:
+        """Mix (S, L) int64 t_{i+1} and (S, L, H) features; return (S, L, M) and the state."""
+        raise NotImplementedError
+
+    def attend(self, mixed: Tensor, **attention: Any) -> Tensor:
+        """Let (B, T, M) mixed pairs see each other; return (B, T, H) predicted features.
+
+        `attention` has `attention_mask`, `position_ids` and `spec_step`, as layers take them.
+        """
+        raise NotImplementedError
 
 
 def check_plain_head(model: PreTrainedModel) -> None:

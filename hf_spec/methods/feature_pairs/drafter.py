@@ -1,8 +1,8 @@
 """Drafts from a head that reads pairs of tokens and of the target's features.
 
 Running the pairs of the accepted tokens already predicts the first level. Every further level takes
-one pass over the nodes to expand, on features that the head itself predicted. A head with mask
-tokens predicts all levels in its first pass. Keys and values of true pairs stay in the head's KV
+one pass over the nodes to expand, on features that the head itself predicted. A head with a mask
+pair predicts all levels in its first pass. Keys and values of true pairs stay in the head's KV
 cache; those of draft nodes are overwritten in the next round.
 """
 
@@ -21,23 +21,19 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.methods.feature_pairs.rows import PairHead, PairRows, State
-from hf_spec.methods.feature_pairs.runner import HeadRunner, draft_blocks
+from hf_spec.methods.feature_pairs.draft_head import PairHead, State
+from hf_spec.methods.feature_pairs.runner import HeadRunner, PairRow, draft_blocks, extend_rows
 
 
 class PairDrafter(LevelDrafter):
     """Grows a chain or a tree per row with a head in evaluation mode.
 
-    Args:
-        config: its options.
-        head: the head; `probabilities` is for heads with blocks of one pair.
-        policy: the length policy.
-        shape: bounds of the drafts; by default those of `config`.
+    `probabilities` is for heads with blocks of one pair. `shape` replaces that of `config`.
     """
 
     # From `start` on.
     _runner: HeadRunner
-    _pairs: PairRows
+    _rows: list[PairRow]
     # (N, k, H) predictions of the last pass over N blocks, and the LSTM's state after it.
     _outputs: Tensor
     _state: State | None
@@ -57,11 +53,12 @@ class PairDrafter(LevelDrafter):
         super().__init__(config, policy, shape)
         self.head = head
         self.hidden_layers = tuple(dict.fromkeys(head.hidden_layers))
-        self._mask_tokens = head.mask_tokens(self.max_depth - 1)
+        self._one_pass = head.mask_pair is not None
+        self._num_masks = self.max_depth - 1 if self._one_pass else 0
 
     def num_forwards(self, depth: int) -> int:
-        """Return one per level, or one for all levels with mask tokens."""
-        return depth if self._mask_tokens is None else min(depth, 1)
+        """Return one per level, or one for all levels with mask pairs."""
+        return min(depth, 1) if self._one_pass else depth
 
     @property
     def timing_key(self) -> Hashable:
@@ -76,36 +73,49 @@ class PairDrafter(LevelDrafter):
             self.restrict_vocabulary(vocabulary.to(state.device), self.head.head.full_size)
         self._runner = HeadRunner(self.head, state.num_rows, state.expected_length)
         self.draft_device = self.head.attention.device
-        self._pairs = PairRows(state.num_rows, self.head.hidden_size, self.draft_device)
+        self._no_features = torch.zeros(0, self.head.hidden_size, device=self.draft_device)
+        self._rows = [PairRow(row, self._no_features) for row in range(state.num_rows)]
+        self._root_positions = [0] * state.num_rows
 
     def restart(self, row: int) -> None:
         """Drop the pairs of the row, and reset its policy."""
         super().restart(row)
-        self._pairs.restart(row)
+        self._rows[row] = PairRow(row, self._no_features)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Return one tree per unfinished row, the root alone of rows with fewer than k pairs."""
         depths = {}
         for row, limit in limits.items():
-            self._pairs.root_positions[row] = len(state.tokens[row]) - 1
-            whole_block = self._pairs.rows[row].num_pairs >= self.head.shape.block_size
+            self._root_positions[row] = len(state.tokens[row]) - 1
+            whole_block = self._rows[row].num_pairs >= self.head.shape.block_size
             depths[row] = limit if whole_block else 0
-            if self._mask_tokens is not None:
+            if self._one_pass:
                 # A policy may draft more than its initial maximum.
-                depths[row] = min(depths[row], len(self._mask_tokens.features) + 1)
+                depths[row] = min(depths[row], self._num_masks + 1)
         return super().draft(state, depths)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Add the features of the root and the accepted nodes, and update the policy."""
         super().observe(verdict, output)
-        self._pairs.learn(verdict, output, self.head)
+        kept_places = output.committed_indices(verdict)
+        rows = [self._rows[row] for row in kept_places]
+        for row in rows:
+            if row.first < 0:
+                row.first = self._root_positions[row.slot] - len(output.pending.get(row.slot, []))
+        places = torch.tensor([place for row in kept_places.values() for place in row])
+        states = [output.hidden[layer] for layer in self.head.hidden_layers]
+        # Layers of one target may be on several devices.
+        sent = {device: send([places], device)[0] for device in {s.device for s in states}}
+        features = self.head.fuse([state[sent[state.device]] for state in states])
+        parts = features.to(self.draft_device).split([len(row) for row in kept_places.values()])
+        extend_rows(rows, parts)
 
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
         """Return the (M, R) distributions of the head, after the call's processors."""
-        if growth.depth == 0 or self._mask_tokens is None:
+        if growth.depth == 0 or not self._one_pass:
             self.run_blocks(state, growth)
         outputs = self._outputs[:, 0]
-        if self._mask_tokens is not None:
+        if self._one_pass:
             # Predictions depend on the depth only, not on the drafted tokens.
             place_of = {row: place for place, row in enumerate(self._fed_rows)}
             places = torch.tensor([place_of[row] for row in growth.owners])
@@ -118,13 +128,13 @@ class PairDrafter(LevelDrafter):
     def run_blocks(self, state: GenerationState, growth: Growth) -> Tensor:
         """Run a block for each of the N nodes; return (N, k, H) predicted features.
 
-        The blocks of the roots are the newest true pairs; mask tokens follow them, (N, k + M, H).
+        The blocks of the roots are the newest true pairs; mask pairs follow them, (N, k + M, H).
         The others have the drafted tokens, and the features predicted for their parents' blocks.
         """
-        rows = [self._pairs.rows[row] for row in growth.rows]
+        rows = [self._rows[row] for row in growth.rows]
         if growth.depth == 0:
             self._fed_rows = list(growth.rows)
-            self._outputs, self._state = self._runner.feed(rows, state.tokens, self._mask_tokens)
+            self._outputs, self._state = self._runner.feed(rows, state.tokens, self._num_masks)
             return self._outputs
         tokens, parents = growth.inputs_on(self.draft_device)
         size = self.head.shape.block_size

@@ -1,10 +1,10 @@
 """Runs a head on packed blocks of pairs, with its own KV cache per row.
 
-The *pairs* of a row (`hf_spec.methods.feature_pairs.rows`) are stored in order. Blocks that rest on
-predicted features go after them and are overwritten by the next round, which runs the true pairs.
-`feed` runs the newest true pairs, `grow` the blocks after them; both pack all rows into one pass. A
-Falcon head has blocks of k pairs that see each other whole; EAGLE heads and MTP layers have blocks
-of one pair.
+A *pair* i is the target's feature of position i and the token t_{i+1} that follows it. The true
+pairs of a row are stored in order. Blocks that rest on predicted features go after them and are
+overwritten by the next round, which runs the true pairs. `feed` runs the newest true pairs, `grow`
+the blocks after them; both pack all rows into one pass. A Falcon head has blocks of k pairs that
+see each other whole; EAGLE heads and MTP layers have blocks of one pair.
 
 A recurrent Falcon head may have to run its newest k pairs again. So the LSTM's state after the pair
 before the newest k - 1 is kept, and the features of those k - 1.
@@ -35,45 +35,73 @@ from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.tree_attention import PackedAttention, takes_packed
 from hf_spec.engine.models.query_scaling import QueryPositions, scales_queries
-from hf_spec.methods.feature_pairs.rows import MaskTokens, PairHead, PairRow, State
+from hf_spec.methods.feature_pairs.draft_head import PairHead, State
 
 # Pairs of a prompt that run at once; limits masks and activations.
 FEED_CHUNK = 1024
 
-# A row and some of its pairs, first and end.
-Span = tuple[PairRow, int, int]
+
+@dataclass
+class PairRow:
+    """The true pairs of one sequence.
+
+    Attributes:
+        slot: its slot in the KV pool.
+        features: (n, H), those of the newest pairs.
+        first: position of the first pair, above 0 after a reused cache; -1 before there is one.
+        num_pairs: number of pairs with a feature.
+        stored: number of these with stored keys and values.
+        covered: number of pairs that `state` has seen.
+        state: the LSTM's state, (2, 1, H) each; None at the start and without an LSTM state.
+    """
+
+    slot: int
+    features: Tensor
+    first: int = -1
+    num_pairs: int = 0
+    stored: int = 0
+    covered: int = 0
+    state: State | None = None
+
+    def slice(self, begin: int, end: int) -> Tensor:
+        """Return the features of pairs [begin, end)."""
+        offset = self.num_pairs - len(self.features)
+        return self.features[begin - offset : end - offset]
+
+
+def extend_rows(rows: Sequence[PairRow], features: Sequence[Tensor]) -> None:
+    """Add (n, H) features of the pairs that follow to each row, in one operation for all."""
+    pairs = list(zip(rows, features, strict=True))
+    if any(row.num_pairs and len(row.features) for row in rows):
+        parts = [[row.features, new] if row.num_pairs else [new] for row, new in pairs]
+        joined = torch.cat([part for row_parts in parts for part in row_parts])
+        features = joined.split([sum(map(len, row_parts)) for row_parts in parts])
+    for (row, new), extended in zip(pairs, features, strict=True):
+        row.features = extended
+        row.num_pairs += len(new)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of one pass of a row; depths count pairs after the true ones.
+    """The n blocks of a row's next pass, after those of earlier passes.
 
     Attributes:
-        begin: number of blocks of earlier passes.
-        count: number n of blocks of this pass.
-        depth: depth of the first pair of each.
-        offsets: ((begin + n) * k,) int64, depth of every pair.
-        visible: (n * k, (begin + n) * k) bool, which pairs each pair of this pass sees; None for
-            all.
+        count: n.
+        offsets: (all blocks * k,) int64, number of pairs between the true ones and every pair.
+        visible: (n * k, all blocks * k) bool, pairs that each pair of this pass sees; None for all.
     """
 
-    begin: int
     count: int
-    depth: int
     offsets: Tensor
     visible: Tensor | None
 
 
 @functools.lru_cache(maxsize=256)
 def draft_blocks(parents: tuple[int, ...], count: int, block_size: int) -> Blocks:
-    """Return the blocks of the next pass: the last `count` of all that rest on predicted features.
+    """Return the last `count` of all blocks that rest on predicted features.
 
-    A block sees those on its path, and itself.
-
-    Args:
-        parents: of the root and of each block its parent in this order, -1 for the root.
-        count: number of blocks of the pass.
-        block_size: pairs per block, k.
+    A block sees those on its path, and itself. `parents` are those of the root and of each block,
+    in this order, -1 for the root.
     """
     # The tokens do not matter.
     tree = DraftTree.from_rows([([0] * len(parents), parents)])
@@ -81,23 +109,16 @@ def draft_blocks(parents: tuple[int, ...], count: int, block_size: int) -> Block
     if block_size > 1:
         visible = visible.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1)
     first = (torch.tensor(tree.depth[1:]) - 1) * block_size
-    return Blocks(
-        len(parents) - 1 - count,
-        count,
-        (tree.depth[-1] - 1) * block_size,
-        (first[:, None] + torch.arange(block_size)).flatten(),
-        None if bool(visible.all()) else visible,
-    )
+    offsets = (first[:, None] + torch.arange(block_size)).flatten()
+    return Blocks(count, offsets, None if bool(visible.all()) else visible)
+
+
+# A row and some of its pairs, first and end.
+Span = tuple[PairRow, int, int]
 
 
 class HeadRunner:
-    """A head in evaluation mode, with a KV pool for `num_slots` sequences.
-
-    Args:
-        head: the head.
-        num_slots: sequences that it drafts for.
-        expected_length: see `ModelRunner`.
-    """
+    """A head in evaluation mode, with a KV pool for `num_slots` sequences; see `ModelRunner`."""
 
     def __init__(self, head: PairHead, num_slots: int, expected_length: int = 0):
         self.head = head
@@ -110,11 +131,10 @@ class HeadRunner:
     def active(self) -> Iterator[HeadRunner]:
         """Prepare the head for packed passes; it is restored when the block ends."""
         with ExitStack() as stack:
-            check_packed(self.head.attention)
-            self._attention = PackedAttention(self.head.attention)
-            head: Any = self.head
-            stack.enter_context(install_packed_linears(head, rounded=True))
             layers = self.head.attention
+            check_packed(layers)
+            self._attention = PackedAttention(layers)
+            stack.enter_context(install_packed_linears(self.head, rounded=True))
             self._layers = stack.enter_context(CompiledLayers.of(layers).active(layers))
             self._graphs = StepGraphs(
                 layers,
@@ -122,31 +142,25 @@ class HeadRunner:
                 layers.device,
                 cache_key=self.pool.num_slots if self._expected_length else None,
                 length=self._expected_length,
-                owner=head,
+                owner=self.head,
             )
             stack.callback(self._graphs.close)
             yield self
 
     @use_packed_linears(rounded=True)
     def feed(
-        self,
-        rows: Sequence[PairRow],
-        texts: Sequence[Sequence[int]],
-        mask_tokens: MaskTokens | None = None,
+        self, rows: Sequence[PairRow], texts: Sequence[Sequence[int]], num_masks: int = 0
     ) -> tuple[Tensor, State | None]:
         """Run the new pairs, and at least the newest k, of A rows that have as many.
 
-        Args:
-            rows: the rows.
-            texts: the tokens of each slot; pair i of a row has the token `first + i + 1`.
-            mask_tokens: M pairs that follow in the same pass and are not stored; k is 1.
+        `texts` are the tokens of each slot; pair i of a row has the token `first + i + 1`. M mask
+        pairs follow in the same pass and are not stored; with them k is 1.
 
         Returns:
-            (A, k + M, H), predictions of the newest k pairs of each row and of the mask tokens; and
+            (A, k + M, H), predictions of the newest k pairs of each row and of the mask pairs; and
             the LSTM's state after them.
         """
         size = self._size
-        extra = 0 if mask_tokens is None else len(mask_tokens.features)
 
         def span(row: PairRow) -> Span:
             begin = min(row.stored, row.num_pairs - size)
@@ -155,13 +169,13 @@ class HeadRunner:
             return row, begin, row.num_pairs - left
 
         while long := [chunk for chunk in map(span, rows) if chunk[2] < chunk[0].num_pairs]:
-            self._run_chunk(long, texts)
+            self._run_spans(long, texts)
         spans = [span(row) for row in rows]
-        outputs, state = self._run_chunk(spans, texts, mask_tokens)
+        outputs, state = self._run_spans(spans, texts, num_masks)
         for row in rows:
             row.features = row.features[len(row.features) - size + 1 :]
-        parts = outputs.split([end - first + extra for _, first, end in spans])
-        return torch.stack([part[-size - extra :] for part in parts]), state
+        parts = outputs.split([end - first + num_masks for _, first, end in spans])
+        return torch.stack([part[-size - num_masks :] for part in parts]), state
 
     @use_packed_linears(rounded=True)
     def grow(
@@ -174,12 +188,8 @@ class HeadRunner:
     ) -> tuple[Tensor, State | None]:
         """Run N blocks of k pairs that rest on predicted features, of rows that were fed before.
 
-        Args:
-            rows: the rows.
-            blocks: the blocks of each row.
-            tokens: (N * k,) tokens, row after row.
-            features: (N * k, H) predictions of the block before each.
-            state: the LSTM's state after the block before each, (2, N, H) each.
+        There are (N * k,) tokens, row after row, and of the block before each (N * k, H) predicted
+        features and the LSTM's state, (2, N, H) each.
 
         Returns:
             (N, k, H) predicted features, and the LSTM's state after each block.
@@ -203,15 +213,13 @@ class HeadRunner:
         The pairs of a segment are stored in the last of the slots that it sees.
         """
         step, positions = self._begin(segments)
-        (positions,) = self._graphs.put([positions], step)
-        return self._attend(mixed, positions, step)
+        return self._compute([mixed, *self._graphs.put([positions], step)], step)[0]
 
     @use_packed_linears(rounded=True)
     def top_tokens(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (M, ranks) int64, the most probable tokens of (M, H) features, best first.
+        """Return the most probable tokens of (M, H) features, best first, (M, ranks) int64.
 
-        Also returned are their (M, ranks) float32 probabilities among the R tokens of the head, and
-        the whole (M, R) distributions.
+        Also their float32 probabilities, and the whole (M, R) distributions.
         """
         probs = distribution(self.head.head.draft_logits(outputs).float())
         likely, places = probs.topk(num_ranks, dim=-1)
@@ -224,18 +232,6 @@ class HeadRunner:
         positions = torch.cat([segment.position for segment in segments])
         return PackedStep(self.pool, segments), positions
 
-    def _attend(self, mixed: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
-        # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
-        mask = mixed.new_ones(1, 1, 1, 1, dtype=torch.bool)
-        where: dict[str, Any] = {"attention_mask": mask, "position_ids": positions[None]}
-        if scales_queries(self.head.attention):
-            where[CACHE_NAME] = QueryPositions(positions)
-        with self._attention.active():
-            outputs = self.head.attend(mixed[None], spec_step=step, **where)
-        step.check(self.head.attention, self.head.shape.num_layers)
-        self._layers.end_step(step.written)
-        return outputs[0]
-
     def _run(self, tokens: DeviceTokens, features: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Run (T,) tokens and (T, H) features without an LSTM state in one packed pass."""
         step, positions = self._begin(segments)
@@ -243,21 +239,29 @@ class HeadRunner:
         (outputs,) = self._graphs.run(self._compute, [tokens.tokens, positions, features], step)
         return outputs[: len(tokens.tokens)]
 
-    def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
-        tokens, positions, features = tensors
-        mixed, _ = self.head.mix(tokens[None], features[None])
-        return [self._attend(mixed[0], positions, step)]
+    def _compute(self, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
+        """Run tokens at positions with features, or mixed pairs at positions."""
+        pairs, positions, *features = tensors
+        mixed = pairs[None]
+        if features:
+            mixed, _ = self.head.mix(mixed, features[0][None])
+        # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
+        mask = mixed.new_ones(1, 1, 1, 1, dtype=torch.bool)
+        where: dict[str, Any] = {"attention_mask": mask, "position_ids": positions[None]}
+        if scales_queries(self.head.attention):
+            where[CACHE_NAME] = QueryPositions(positions)
+        with self._attention.active():
+            outputs = self.head.attend(mixed, spec_step=step, **where)
+        step.check(self.head.attention, self.head.shape.num_layers)
+        self._layers.end_step(step.written)
+        return [outputs[0]]
 
-    def _run_chunk(
-        self,
-        spans: Sequence[Span],
-        texts: Sequence[Sequence[int]],
-        mask_tokens: MaskTokens | None = None,
+    def _run_spans(
+        self, spans: Sequence[Span], texts: Sequence[Sequence[int]], num_masks: int = 0
     ) -> tuple[Tensor, State | None]:
         segments, start = [], 0
-        extra = 0 if mask_tokens is None else len(mask_tokens.features)
         for row, begin, end in spans:
-            segments.append(self.pair_segment(row, begin, end + extra, start))
+            segments.append(self.pair_segment(row, begin, end + num_masks, start))
             row.stored, start = end, segments[-1].end
         if self.head.shape.recurrent:
             mixed, state = self._mix(spans, texts)
@@ -267,9 +271,10 @@ class HeadRunner:
         for row, begin, end in spans:
             tokens += _tokens(texts, row, begin, end)
             features.append(row.slice(begin, end))
-            if mask_tokens is not None:
-                tokens += [mask_tokens.token] * extra
-                features.append(mask_tokens.features)
+            if self.head.mask_pair is not None and num_masks:
+                token, feature = self.head.mask_pair
+                tokens += [token] * num_masks
+                features.append(feature.expand(num_masks, -1))
         joined = features[0] if len(features) == 1 else torch.cat(features)
         return self._run(DeviceTokens(torch.tensor(tokens)), joined, segments), None
 
@@ -292,7 +297,7 @@ class HeadRunner:
                 states.append(state)
                 if last == middle:
                     row.state, row.covered = state, middle
-        return torch.cat(parts), joined(states)
+        return torch.cat(parts), joined_states(states)
 
     def pair_segment(self, row: PairRow, begin: int, end: int, start: int) -> Segment:
         """Return pairs that see all before them and their block; blocks end at the last pair."""
@@ -300,38 +305,37 @@ class HeadRunner:
         if end - begin > self._size:
             block_end = end - (end - 1 - pairs) // self._size * self._size
             seen = pairs < block_end[:, None]
-        position = pairs + row.first
-        return Segment(
-            slot=row.slot,
-            start=start,
-            end=start + end - begin,
-            num_keys=end,
-            position=position,
-            last_position=end - 1 + row.first,
-            tail_position=position,
-            seen=seen,
-            prefix=begin,
-            first_position=row.first,
-            cache_indices=range(begin, end),
-        )
+        return newest_segment(row.slot, start, begin, pairs + row.first, end - begin, seen)
 
     def _block_segment(self, row: PairRow, blocks: Blocks, start: int) -> Segment:
         """Return blocks that see all true pairs, the blocks on their path, and themselves."""
-        pairs, length = row.num_pairs, blocks.count * self._size
-        position = blocks.offsets + pairs + row.first
-        return Segment(
-            slot=row.slot,
-            start=start,
-            end=start + length,
-            num_keys=pairs + len(position),
-            position=position[-length:],
-            last_position=row.first + pairs + blocks.depth + self._size - 1,
-            tail_position=position,
-            seen=blocks.visible,
-            prefix=pairs,
-            first_position=row.first,
-            cache_indices=range(pairs + len(position) - length, pairs + len(position)),
-        )
+        positions = blocks.offsets + row.num_pairs + row.first
+        count = blocks.count * self._size
+        return newest_segment(row.slot, start, row.num_pairs, positions, count, blocks.visible)
+
+
+def newest_segment(
+    slot: int, start: int, prefix: int, positions: Tensor, count: int, seen: Tensor | None
+) -> Segment:
+    """Return the segment of the last `count` of the tokens at `positions`.
+
+    Those are stored after `prefix` others of the slot, which have the positions before the first.
+    `seen` are the ones that each token of the segment sees; None for all.
+    """
+    num_keys = prefix + len(positions)
+    return Segment(
+        slot=slot,
+        start=start,
+        end=start + count,
+        num_keys=num_keys,
+        position=positions[-count:],
+        last_position=int(positions[-count:].max()),
+        tail_position=positions,
+        seen=seen,
+        prefix=prefix,
+        first_position=int(positions[0]) - prefix,
+        cache_indices=range(num_keys - count, num_keys),
+    )
 
 
 def check_packed(model: PreTrainedModel) -> None:
@@ -343,7 +347,7 @@ def check_packed(model: PreTrainedModel) -> None:
         )
 
 
-def joined(states: Sequence[State]) -> State:
+def joined_states(states: Sequence[State]) -> State:
     """Return the LSTM states of several pairs as one, in their order."""
     hidden, cell = (torch.cat(kind, dim=1) for kind in zip(*states, strict=True))
     return hidden, cell

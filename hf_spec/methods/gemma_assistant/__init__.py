@@ -13,7 +13,7 @@ One round:
 5. The target verifies. The assistant has no KV cache, so nothing is fed after a round.
 
 All steps of a draft use the position of the root. `head` has the network and how its files are
-read, `runner` the passes, `drafter` the strategy.
+read, `drafter` the passes and the strategy.
 
 Ours: batches, and trees, where one pass runs all nodes of a level.
 """

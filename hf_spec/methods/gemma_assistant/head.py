@@ -46,10 +46,7 @@ DEFAULT_ROPE: Mapping[str, Mapping[str, Any]] = {
 class GemmaAssistant(nn.Module):
     """Assistant for `target`, which is not changed, built from its config and tensors.
 
-    Attributes:
-        base: identifies the target.
-        hidden_size: H of the target.
-        num_best_groups: token groups that get logits, if the assistant has centroids.
+    With centroids, `num_best_groups` groups of tokens get logits.
     """
 
     strategy = STRATEGY
@@ -84,16 +81,11 @@ class GemmaAssistant(nn.Module):
     def forward(
         self, embedded: Tensor, states: Tensor, positions: Tensor, step: PackedStep
     ) -> tuple[Tensor, Tensor]:
-        """Run one step of T nodes.
+        """Return the (T, V) logits after T nodes and their (T, H) states, from one step.
 
-        Args:
-            embedded: (T, H) embeddings of the tokens in the target.
-            states: (T, H) states of the parents.
-            positions: (T,) int64 position ids of the target.
-            step: the slots of the target's KV pool that each node attends to.
-
-        Returns:
-            (T, V) logits, -inf for tokens outside the best groups, and the (T, H) new states.
+        The inputs are the target's (T, H) embeddings and (T,) positions, the (T, H) states of the
+        parents, and the slots of the target's KV pool that each node attends to. Logits of tokens
+        outside the best groups are -inf.
         """
         weight = self.pre_projection.weight
         hidden = self.pre_projection(torch.cat([embedded, states], dim=-1).to(weight))
@@ -174,11 +166,7 @@ class _Layer(nn.Module):
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_size: int) -> Tensor:
-    """Return (D / 2,) angles per position; "proportional" leaves the last dimensions unrotated.
-
-    Raises:
-        AssistantError: if the rope type is unknown.
-    """
+    """Return (D / 2,) angles per position; "proportional" leaves the last dimensions unrotated."""
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "proportional"):
         raise AssistantError(
@@ -210,12 +198,7 @@ def _kinds(text: Mapping[str, Any], count: int) -> list[str]:
 
 
 def build(head: PublishedHead, target: PreTrainedModel) -> GemmaAssistant:
-    """Return the assistant of published files, in the dtype and on the device of `target`.
-
-    Raises:
-        AssistantError: if it is damaged, or for another target.
-        UnsupportedError: if the target has no layers of the types that the assistant attends to.
-    """
+    """Return the assistant of published files, in the dtype and on the device of `target`."""
     tensors = {_canonical_name(name): tensor for name, tensor in head.tensors.items()}
     # The output head is tied to the embedding; some files store it twice.
     tensors.pop("lm_head.weight", None)

@@ -34,6 +34,7 @@ from hf_spec.adapters.reading import whole_number
 from hf_spec.common.errors import AssistantError
 from hf_spec.drafting.one_pass_drafter import FixedProposals, Proposals
 from hf_spec.engine.fast.packed_linear import install_packed_linears
+from hf_spec.methods.one_pass_heads import OnePassHead
 from hf_spec.methods.published_weights import OutputHead, fitted, linear, sizes_of
 
 STRATEGY = "heads"
@@ -44,17 +45,13 @@ MAX_LEVELS = 64
 NORM_EPS = 1e-6
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(OnePassHead):
     """K Medusa heads, from tensors "i.j.linear.weight", "i.j.linear.bias" and "i.J.weight".
 
     Heads without a projection use the target's output head.
-
-    Attributes:
-        base: identifies the target.
     """
 
     strategy = STRATEGY
-    hidden_layers = (-1,)
 
     def __init__(self, tensors: Mapping[str, Tensor], num_levels: int, target: PreTrainedModel):
         super().__init__()
@@ -64,14 +61,9 @@ class MedusaHeads(nn.Module):
         self.projections = nn.ModuleList()
         for level in range(num_levels):
             depth = _depth(tensors, level)
-            self.blocks.append(
-                nn.ModuleList(
-                    linear(
-                        tensors[f"{level}.{j}.linear.weight"], tensors[f"{level}.{j}.linear.bias"]
-                    )
-                    for j in range(depth)
-                )
-            )
+            names = [f"{level}.{block}.linear" for block in range(depth)]
+            layers = (linear(tensors[f"{n}.weight"], tensors[f"{n}.bias"]) for n in names)
+            self.blocks.append(nn.ModuleList(layers))
             self.projections.append(OutputHead(target, tensors.get(f"{level}.{depth}.weight")))
 
     def forward(self, features: Tensor, depth: int) -> Tensor:
@@ -88,27 +80,14 @@ class MedusaHeads(nn.Module):
         """Return the proposals after the roots that follow (A, H) features."""
         return FixedProposals(self(features, depth))
 
-    @property
-    def timing_key(self) -> int:
-        """See `ProposalHead`."""
-        return id(self)
 
-    def num_forwards(self, depth: int) -> int:
-        """Return 1: all heads run in one pass."""
-        return 1
-
-
-class MlpSpeculator(nn.Module):
+class MlpSpeculator(OnePassHead):
     """MLP speculator of K levels, from "{emb,proj,head,ln}.i.weight" and "ln.i.bias".
 
     Tied weights are stored once; "proj" twice, since the first one reads the feature.
-
-    Attributes:
-        base: identifies the target.
     """
 
     strategy = STRATEGY
-    hidden_layers = (-1,)
 
     def __init__(
         self,
@@ -135,10 +114,6 @@ class MlpSpeculator(nn.Module):
         state_weight = 0.5 ** (0.5 / num_levels)
         self.token_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
 
-    def initial_state(self, features: Tensor) -> Tensor:
-        """Return the state before the first level, from (A, H) features."""
-        return _norm(features) / math.sqrt(2) if self.scale_input else features
-
     def step(self, level: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return (M, V) logits after (M,) int64 tokens at (M, width) states, and the new states."""
         embedded = F.embedding(tokens, _at(self.emb, level))
@@ -150,11 +125,6 @@ class MlpSpeculator(nn.Module):
         """Return the proposals after the roots that follow (A, H) features."""
         return _SpeculatorProposals(self, features)
 
-    @property
-    def timing_key(self) -> int:
-        """See `ProposalHead`."""
-        return id(self)
-
     def num_forwards(self, depth: int) -> int:
         """Return one step per level."""
         return depth
@@ -165,7 +135,7 @@ class _SpeculatorProposals(Proposals):
 
     def __init__(self, head: MlpSpeculator, features: Tensor):
         self._head = head
-        self._state = head.initial_state(features)
+        self._state = _norm(features) / math.sqrt(2) if head.scale_input else features
 
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """See `Proposals`."""
@@ -217,9 +187,6 @@ def build_medusa(head: PublishedHead, target: PreTrainedModel) -> MedusaHeads:
 
     Repositories of version 1.0 may also hold the whole model; heads then have the prefix
     "medusa_head.".
-
-    Raises:
-        AssistantError: if the files are damaged, or for another target.
     """
     prefix = "medusa_head."
     prefixed = any(key.startswith(prefix) for key in head.tensors)
@@ -253,11 +220,7 @@ def build_medusa(head: PublishedHead, target: PreTrainedModel) -> MedusaHeads:
 
 
 def build_mlp_speculator(head: PublishedHead, target: PreTrainedModel) -> MlpSpeculator:
-    """Return an MLP speculator in the format of IBM's code, with tied weights or without.
-
-    Raises:
-        AssistantError: if the files are damaged, or for another target.
-    """
+    """Return an MLP speculator in the format of IBM's code, with tied weights or without."""
     stored = {key.removeprefix("speculator."): tensor for key, tensor in head.tensors.items()}
     what = f"the config of {head.name!r}"
     counts = {kind: _count(stored, kind) for kind in ("emb", "proj", "head", "ln")}
@@ -274,16 +237,10 @@ def build_mlp_speculator(head: PublishedHead, target: PreTrainedModel) -> MlpSpe
         )
     size, vocab = sizes_of(target)
     inner = int(stored["emb.0.weight"].shape[-1])
-    expected = {}
-    for kind, count in counts.items():
-        for i in range(count):
-            expected[f"{kind}.{i}.weight"] = {
-                "emb": (vocab, inner),
-                "proj": (inner, size if i == 0 else inner),
-                "head": (vocab, inner),
-                "ln": (inner,),
-            }[kind]
+    shapes = {"emb": (vocab, inner), "proj": (inner, inner), "head": (vocab, inner), "ln": (inner,)}
+    expected = {f"{k}.{i}.weight": shapes[k] for k, count in counts.items() for i in range(count)}
     expected |= {f"ln.{i}.bias": (inner,) for i in range(counts["ln"])}
+    expected["proj.0.weight"] = (inner, size)
     scale_input = head.config.get("scale_input", False)
     if not isinstance(scale_input, bool):
         raise AssistantError(f"{what} has scale_input={scale_input!r}, not true or false")

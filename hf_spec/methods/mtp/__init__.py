@@ -12,7 +12,7 @@ One round:
 4. Each further level runs the drafted tokens, with the outputs of their parents as features.
 5. The target verifies the chain or tree; keys and values of draft pairs are overwritten.
 
-`layouts` maps the tensor names of each model family; pairs and levels are run by
+`head` also maps the tensor names of each model family; pairs and levels are run by
 `hf_spec.methods.feature_pairs`.
 
 Differences: the paper chains one module per depth; here the first module drafts several tokens by

@@ -18,7 +18,11 @@ from hf_spec.methods.registry import register
 
 
 def _make(config: MtpConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    head = _resolve_head(target, assistant)
+    head: MtpHead = (
+        resolve_inside(STRATEGY, target, lambda: head_of_target_files(target))
+        if assistant is None
+        else resolve_published(STRATEGY, assistant, target, (FAMILY,))
+    )
     return with_policy(config, target, partial(PairDrafter, head=head), config.shape.children)
 
 
@@ -40,10 +44,3 @@ class MtpConfig(BeamConfig):
     needs_assistant = False
     usual = MappingProxyType({"max_draft_tokens": 3, "max_nodes": 16})
     longest = MappingProxyType({"max_draft_tokens": 6, "max_nodes": 24})
-
-
-def _resolve_head(target: PreTrainedModel, assistant: object) -> MtpHead:
-    if assistant is not None:
-        head: MtpHead = resolve_published(STRATEGY, assistant, target, (FAMILY,))
-        return head
-    return resolve_inside(STRATEGY, target, lambda: head_of_target_files(target))

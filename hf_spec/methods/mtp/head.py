@@ -6,14 +6,18 @@ With E the target's embedding and f_i its last hidden state at position i (DeepS
     y_i    = layer(projection([embedding_norm(E[t_{i+1}]); feature_norm(f_i)]))
     logits = target_head(norm(y_i)), for the token after t_{i+1}
 
-A draft step replaces f_i by y_i or norm(y_i), as the model family does (`layouts`). The weights
-come from the target's own files, or from a folder that the package speculators wrote.
+A draft step replaces f_i by y_i or norm(y_i), as the model family does (`LAYOUTS`). The weights
+come from the target's own files, or from a folder that the package speculators wrote. The names of
+tensors alone identify a layout; its switches follow vLLM and the models' own code. Published models
+have one module, a few have several; the first is used.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +37,63 @@ from hf_spec.adapters.published import (
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.engine.forward.vocabulary import num_embeddings
-from hf_spec.methods.feature_pairs.rows import MaskTokens, State
+from hf_spec.methods.feature_pairs.draft_head import NormedHead, PairHead, State
 from hf_spec.methods.feature_pairs.runner import check_packed
-from hf_spec.methods.mtp.layouts import LAYER, Layout, canonical_names, find_module
-from hf_spec.methods.published_weights import NormedHead, SinglePairShape
 
-FAMILY = "mtp"
-STRATEGY = "mtp"
+FAMILY = STRATEGY = "mtp"
+# Copies of the target's own embedding and head.
+COPIES = ("embed_tokens.", "shared_head.head.")
+# Canonical names of the modules beside the layer, in the order of `Layout.parts`.
+PARTS = ("embedding_norm", "feature_norm", "projection", "norm")
+LAYER = "layer."
 
 
-class MtpHead(nn.Module):
-    """MTP module built from `tensors`, renamed by `canonical_names`, for `target`.
+@dataclass(frozen=True)
+class Layout:
+    """Tensor names and switches of a family's modules.
 
     Attributes:
-        base: identifies the target.
-        hidden_layers: the target's last hidden state only.
-        attention: the decoder layer, as a model of the target's class.
-        head: the target's output head, after the module's norm.
+        prefix: pattern of the start of the names; group 1 is the layer number, if there is one.
+        layer: what follows in the names of the decoder layer.
+        parts: names of the norms of embedding and feature, the projection, and the output norm.
+        features_first: the projection reads [feature; embedding].
+        zeroes_first_embedding: the embedding at position 0 is zero.
+        recycles_raw_output: the next step reads the layer's output, not the normed one.
     """
 
+    prefix: str
+    layer: str
+    parts: tuple[str, str, str, str]
+    features_first: bool = False
+    zeroes_first_embedding: bool = False
+    recycles_raw_output: bool = False
+
+
+LAYERNORMS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+LAYOUTS = (
+    # DeepSeek-V3, GLM-4.5, Kimi-K2: numbered after the model's last layer.
+    Layout(
+        r"(?:model\.|language_model\.)*layers\.(\d+)\.",
+        "",
+        ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        zeroes_first_embedding=True,
+        recycles_raw_output=True,
+    ),
+    # Qwen3-Next, Qwen3.5 and 3.6, Mellum.
+    Layout(r"mtp\.", "layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
+    # MiMo.
+    Layout(
+        r"model\.mtp_layers\.0\.", "", LAYERNORMS, features_first=True, zeroes_first_embedding=True
+    ),
+    # The package speculators.
+    Layout(r"mtp_layers\.0\.", "", LAYERNORMS),
+)
+
+
+class MtpHead(PairHead):
+    """MTP module built from `tensors`, renamed by `canonical_names`, for `target`."""
+
     strategy = STRATEGY
-    hidden_layers: tuple[int, ...] = (-1,)
 
     def __init__(
         self, what: str, layout: Layout, tensors: Mapping[str, Tensor], target: PreTrainedModel
@@ -61,7 +101,6 @@ class MtpHead(nn.Module):
         super().__init__()
         self.base = BaseModel.of(target)
         self.layout = layout
-        self.shape = SinglePairShape()
         self.attention: Any = _one_layer(what, tensors, target)
         self.hidden_size: int = self.attention.config.hidden_size
         norm = self.attention.norm
@@ -76,7 +115,9 @@ class MtpHead(nn.Module):
                 "projection": nn.Linear(2 * size, size, bias=False, dtype=target.dtype),
             }
         ).to(target.device)
-        _load_joint_weights(what, self.joined, tensors)
+        weights = {n: t for n, t in tensors.items() if n.partition(".")[0] in self.joined}
+        check_tensors(what, weights, {n: w.shape for n, w in self.joined.named_parameters()})
+        self.joined.load_state_dict(weights)
         # In a list, so that the target's embedding is not registered as a submodule.
         self._shared = [target.get_input_embeddings()]
         output_norm = norm if layout.recycles_raw_output else nn.Identity()
@@ -87,7 +128,7 @@ class MtpHead(nn.Module):
             module.requires_grad_(False).eval()
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """Return the (T, H) features: the target's last hidden states."""
+        """See `PairHead`."""
         projection: Any = self.joined["projection"]
         return states[0].to(projection.weight.device, projection.weight.dtype)
 
@@ -99,7 +140,7 @@ class MtpHead(nn.Module):
         return torch.cat([embedded.to(features), features], dim=-1), None
 
     def attend(self, mixed: Tensor, **attention: Any) -> Tensor:
-        """(B, T, 2H) from `mix` -> (B, T, H); `attention` are keyword arguments of the layer."""
+        """See `PairHead`."""
         embedded, features = mixed.chunk(2, dim=-1)
         if self.layout.zeroes_first_embedding:
             first = attention["position_ids"] == 0
@@ -109,18 +150,9 @@ class MtpHead(nn.Module):
         hidden = self.joined["projection"](joined)
         return self.attention(inputs_embeds=hidden, use_cache=False, **attention)[0]
 
-    def mask_tokens(self, count: int) -> MaskTokens | None:
-        """Return None: each drafted token takes one step."""
-        return None
-
 
 def head_of_target_files(target: PreTrainedModel) -> MtpHead:
-    """Return the MTP module in the files that `target` was loaded from.
-
-    Raises:
-        AssistantError: if there are no files, or no module in them.
-        UnsupportedError: if its layer cannot be run.
-    """
+    """Return the MTP module in the files that `target` was loaded from."""
     name = target.name_or_path
     if not name:
         raise AssistantError(
@@ -181,8 +213,7 @@ def _one_layer(what: str, tensors: Mapping[str, Tensor], target: PreTrainedModel
         for name, tensor in tensors.items()
         if name.startswith(LAYER)
     }
-    has_experts = any(".experts." in name for name in weights)
-    config = _one_layer_config(decoder.config, has_experts)
+    config = _one_layer_config(decoder.config, any(".experts." in name for name in weights))
     weights["norm.weight"] = tensors["norm.weight"]
     weights["embed_tokens.weight"] = torch.zeros(1, config.hidden_size)
     # from_pretrained converts experts and other weights that are stored in another form.
@@ -203,11 +234,10 @@ def _one_layer_config(target_config: Any, experts: bool) -> Any:
     config = copy.deepcopy(target_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    layer_types = list(getattr(target_config, "mtp_layer_types", None) or ["full_attention"])
     changes: dict[str, Any] = {
         "num_hidden_layers": 1,
-        "layer_types": list(getattr(target_config, "mtp_layer_types", None) or ["full_attention"])[
-            :1
-        ],
+        "layer_types": layer_types[:1],
         "mlp_layer_types": ["sparse" if experts else "dense"],
         "first_k_dense_replace": 0 if experts else 1,
         "mlp_only_layers": [] if experts else [0],
@@ -221,10 +251,36 @@ def _one_layer_config(target_config: Any, experts: bool) -> Any:
     return config
 
 
-def _load_joint_weights(what: str, joined: nn.ModuleDict, tensors: Mapping[str, Tensor]) -> None:
-    weights = {name: t for name, t in tensors.items() if name.partition(".")[0] in joined}
-    check_tensors(what, weights, {name: w.shape for name, w in joined.named_parameters()})
-    joined.load_state_dict(weights)
+def find_module(names: Iterable[str], num_layers: int) -> tuple[Layout, str] | None:
+    """Return layout and name prefix of the first MTP module among a model's tensors.
+
+    Layers with a number below `num_layers` belong to the model itself.
+    """
+    names = list(names)
+    for layout in LAYOUTS:
+        projection = re.compile(f"({layout.prefix}){re.escape(layout.parts[2])}\\.weight")
+        matches = [match for match in map(projection.fullmatch, names) if match is not None]
+        numbers = {match[1]: int(match[2]) for match in matches if match.re.groups > 1}
+        prefixes = [m[1] for m in matches if numbers.get(m[1], num_layers) >= num_layers]
+        if prefixes:
+            return layout, min(prefixes, key=lambda prefix: numbers.get(prefix, 0))
+    return None
+
+
+def canonical_names(names: Iterable[str], layout: Layout, prefix: str) -> Mapping[str, str]:
+    """Map stored to canonical names: `PARTS`, and those of the layer after `LAYER`."""
+    parts = dict(zip(layout.parts, PARTS, strict=True))
+    canonical = {}
+    for name in names:
+        rest = name.removeprefix(prefix)
+        if rest == name or rest.startswith(COPIES):
+            continue
+        part = parts.get(rest.removesuffix(".weight"))
+        if part is not None:
+            canonical[name] = f"{part}.weight"
+        elif rest.startswith(layout.layer):
+            canonical[name] = LAYER + rest.removeprefix(layout.layer)
+    return canonical
 
 
 register_family(PublishedFamily(FAMILY, STRATEGY, build))

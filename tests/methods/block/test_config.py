@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import hf_spec
 from hf_spec import AssistantError, BlockConfig, DraftConfig, OptionError
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.common.compat import CACHE_NAME
@@ -29,7 +28,7 @@ from tests.feature_reference import (
     watch_drafts,
 )
 from tests.refusals import refuse
-from tests.tiny_models import TIMINGS, build, disco_adapter, prompts, settled_prompt
+from tests.tiny_models import build, disco_adapter, prompts, settled_prompt
 
 MODEL = build("llama")
 TREE = [[0], [1], [4], [0, 0], [0, 2], [1, 0], [4, 1], [0, 0, 0], [0, 0, 3], [1, 0, 0]]
@@ -102,24 +101,6 @@ def test_a_reused_cache_hides_what_the_head_reads() -> None:
     assert check_against(reference, seen, TREE) > 30
 
 
-def test_more_prompts_than_rows() -> None:
-    ids, mask = prompts("llama", "ragged").values()
-    rows = [line[keep.bool()].tolist() for line, keep in zip(ids, mask, strict=True)]
-    with watch_drafts() as seen:
-        output = MODEL.generate_batch(
-            rows,
-            max_batch=2,
-            max_new_tokens=6,
-            do_sample=False,
-            spec_strategy=BlockConfig(tree=TREE),
-            assistant=deepspec(),
-        )
-    assert check_against(block_reference(MODEL, deepspec(), True), seen, TREE) > 100
-    for row, said in zip(rows, output.values(), strict=True):
-        plain = MODEL.generate(torch.tensor([row]), max_new_tokens=6, do_sample=False)
-        assert [*row, *said.generated_tokens] == plain[0].tolist()
-
-
 def test_the_confidence_head_ends_a_draft() -> None:
     """After the first token that it gives less than the threshold, which is still sent."""
     head, threshold = deepspec(), 0.5
@@ -145,30 +126,8 @@ def test_the_confidence_head_ends_a_draft() -> None:
     assert len(heights) > 1
 
 
-@pytest.mark.parametrize("policy", ["static", "heuristic", "confidence", "measured", None])
-def test_length_policies(policy: str | None) -> None:
-    generate(deepspec(), length_policy=policy)
-    generate(dflash(), length_policy=policy, children=3)
-
-
 def test_discos_classifier_ends_a_draft() -> None:
     generate(deepspec(), length_policy="disco", adapter=disco_adapter("llama"))
-
-
-def test_auto_takes_a_head(tmp_path: Path) -> None:
-    timings = {**TIMINGS, "draft": {"block": [[1, 0.001]]}}
-    for config in (hf_spec.AutoConfig(timings=timings), "auto"):
-        output = MODEL.generate(
-            **prompts("llama", "ragged"),
-            max_new_tokens=8,
-            do_sample=False,
-            return_dict_in_generate=True,
-            spec_strategy=config,
-            assistant=save(tmp_path / "head", deepspec()),
-        )
-        plain = MODEL.generate(**prompts("llama", "ragged"), max_new_tokens=8, do_sample=False)
-        assert torch.equal(output.sequences, plain)
-        assert "asked_block" in output.spec_stats.counters
 
 
 def test_layers_that_the_config_does_not_name() -> None:
@@ -213,10 +172,6 @@ def test_a_head_in_bfloat16_beside_a_float16_target() -> None:
 
 
 class TestRefused:
-    def test_another_family(self) -> None:
-        match = "family 'medusa': use spec_strategy='heads'"
-        refuse(match, error=AssistantError, spec_strategy="block", assistant=medusa())
-
     def test_a_confidence_head_that_is_not_there(self) -> None:
         config = BlockConfig(length_policy="head")
         match = "this head has no confidence head"
@@ -229,30 +184,14 @@ class TestRefused:
         match = "its weights read 1 of width 32"
         refuse(match, error=AssistantError, spec_strategy="block", assistant=small)
 
-    def test_a_truncated_file(self, tmp_path: Path) -> None:
-        folder = Path(save(tmp_path / "head", dflash()))
-        file = folder / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:-100])
-        refuse(
-            "get the file again", error=AssistantError, spec_strategy="block", assistant=str(folder)
-        )
-
     @pytest.mark.parametrize(
         ("options", "match"),
         [
             ({"aux_layers": "all"}, "aux_layers='all' must be a list"),
             ({"aux_layers": [1.5]}, "must be a list of indices"),
             ({"embedding_scale": -1}, "embedding_scale must be"),
-            ({"sample_drafts": 2}, "must be True or False"),
         ],
     )
     def test_options(self, options: dict[str, Any], match: str) -> None:
         with pytest.raises(OptionError, match=match):
             BlockConfig(**options)
-
-    def test_transformers_own_assisted_decoding(self) -> None:
-        from hf_spec.methods.registry import make_drafter
-
-        drafter = make_drafter(BlockConfig(length_policy="static"), MODEL, dflash())
-        with pytest.raises(hf_spec.UnsupportedError, match="use spec_strategy='block'"):
-            drafter.get_candidates(torch.tensor([[3]]))

@@ -12,7 +12,7 @@ import torch
 
 from hf_spec import AssistantError
 from hf_spec.adapters.published import PublishedHead, read_published
-from hf_spec.methods.block.head import BlockHead, LayerKind
+from hf_spec.methods.block.head import BlockHead
 from hf_spec.methods.block.layouts import build_block_head
 from tests.feature_reference import (
     BLOCK,
@@ -139,14 +139,12 @@ def test_an_old_prefix() -> None:
 def test_layers_that_slide() -> None:
     kinds = {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 6}
     on = changed(dflash(), use_sliding_window=True, **kinds)
-    full = LayerKind(None, False)
-    assert build_block_head(on, MODEL).shape.kinds == (full, LayerKind(6, True))
-    both_ways = changed(on, is_causal=False)
-    assert build_block_head(both_ways, MODEL).shape.kinds == (full, LayerKind(6, False))
-    assert build_block_head(changed(on, is_causal=True), MODEL).shape.kinds == (
-        LayerKind(None, True),
-        LayerKind(6, True),
-    )
+    head = build_block_head(on, MODEL)
+    assert [layer.self_attn.sliding_window for layer in head.layers] == [None, 6]
+    assert head.shape.causal == (False, True)
+    for causal in (False, True):
+        head = build_block_head(changed(on, is_causal=causal), MODEL)
+        assert head.shape.causal == (causal, causal)
 
 
 def test_a_missing_list_of_layers_is_the_users_to_give() -> None:

@@ -17,8 +17,7 @@ from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
 from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.methods.eagle.head import EagleHead
 from hf_spec.methods.eagle.head import build as build_head
-from hf_spec.methods.feature_pairs.rows import PairRow
-from hf_spec.methods.feature_pairs.runner import Blocks, HeadRunner
+from hf_spec.methods.feature_pairs.runner import Blocks, HeadRunner, PairRow, extend_rows
 from tests import published_heads as heads
 from tests.published_heads import VOCAB, WIDTH, Reference, Sample, sample
 from tests.tiny_models import build, repetitive_prompt
@@ -61,14 +60,14 @@ def two_steps(head: EagleHead, name: str = "llama") -> tuple[list[int], list[Ten
     """The first two drafts after the text, and (R,) the logits of each."""
     states = states_of(name)
     row = PairRow(0, torch.zeros(0), 0)
-    row.extend(head.fuse([states[layer] for layer in head.hidden_layers]))
+    extend_rows([row], [head.fuse([states[layer] for layer in head.hidden_layers])])
     tokens, found = [], []
     with HeadRunner(head, 1).active() as runner:
         output = runner.feed([row], [TOKENS])[0].flatten(0, 1)
         for _ in range(2):
             found.append(head.head.draft_logits(output)[0])
             tokens.append(int(head.head.tokens(found[-1].argmax())))
-            block = Blocks(0, 1, 0, torch.tensor([0]), None)
+            block = Blocks(1, torch.tensor([0]), None)
             given = DeviceTokens(torch.tensor(tokens[-1:]))
             output = runner.grow([row], [block], given, output)[0].flatten(0, 1)
     return tokens, found

@@ -180,7 +180,7 @@ class TestGoingOn:
         written = known_head(tmp_path / "mine")
         assert written.config["speculators_model_type"] == "eagle3"
         assert torch.equal(written.tensors["d2t"], tensors["d2t"])
-        assert build(written, model).spec.inner_size == heads.INNER
+        assert build(written, model).spec.layer["intermediate_size"] == heads.INNER
 
     @pytest.mark.parametrize(
         ("changes", "reason"),

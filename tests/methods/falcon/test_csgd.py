@@ -16,11 +16,10 @@ from hf_spec.methods.falcon import csgd
 from hf_spec.methods.falcon.csgd import (
     CsgdSettings,
     GlancingLoss,
-    Pairs,
-    read_pairs,
     replaced_places,
 )
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
+from hf_spec.methods.feature_pairs.training_pairs import Pairs
 from hf_spec.training.features import Text, text_features
 from hf_spec.training.responses import Response
 from hf_spec.training.trainer import MicroBatch
@@ -44,51 +43,6 @@ def make_loss(
     head = FalconHead(model, FalconShape(block_size, dropout=0.0), vocabulary)
     head.start_plain(1.0)
     return GlancingLoss(head.train(), model, settings, 4, torch.ones(head.hidden_size))
-
-
-class TestPairs:
-    @pytest.mark.parametrize("k", [1, 2, 3, 4])
-    def test_a_place_is_answered_k_pairs_on(self, model: PreTrainedModel, k: int) -> None:
-        """Tokens are their own places, and so are features: the shifts can be read off."""
-        prompt, answer = [0, 1, 2, 3, 4, 5], [6, 7, 8, 9]
-        width = model.config.hidden_size
-        features = torch.arange(9.0)[:, None].expand(9, width).bfloat16()
-        pairs = read_pairs(model, [Text(Response("a", "t", prompt, answer), features)], k)
-        # Pair i is token i + 1 with feature i.
-        assert pairs.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
-        assert pairs.features[0, :, 0].tolist() == list(range(9))
-        # Output i predicts token i + k + 1 and feature i + k: all tokens of the answer, no other.
-        assert (pairs.places + k + 1).tolist() == answer
-        assert pairs.tokens[pairs.rows, pairs.places + k].tolist() == answer
-        truth = pairs.features[pairs.rows, pairs.places + k, 0]
-        assert truth.tolist() == [token - 1 for token in answer]
-        assert pairs.span == [(5 - k, 9 - k)]
-
-    def test_texts_shorter_than_a_block(self, model: PreTrainedModel) -> None:
-        response = Response("a", "t", [5], [6, 7])
-        features = torch.zeros(2, model.config.hidden_size)
-        pairs = read_pairs(model, [Text(response, features)] * 2, 4)
-        assert pairs.counts == [0, 0]
-        pairs = read_pairs(model, [Text(response, features)] * 2, 1)
-        # Nothing predicts the first token of an answer to a prompt of one token.
-        assert pairs.counts == [1, 1]
-        assert pairs.tokens[pairs.rows, pairs.places + 1].tolist() == [7, 7]
-
-    def test_prompts_are_cut(self, model: PreTrainedModel, texts: list[Text]) -> None:
-        whole, cut = read_pairs(model, texts, 2), read_pairs(model, texts, 2, max_context=3)
-        assert cut.tokens.shape[1] < whole.tokens.shape[1]
-        assert cut.counts == whole.counts
-        for at in (0, 2):
-            for name in ("tokens", "features"):
-                one, other = (getattr(p, name)[p.rows, p.places + at] for p in (whole, cut))
-                assert torch.equal(one, other)
-
-    def test_features_are_computed_where_they_are_missing(
-        self, model: PreTrainedModel, texts: list[Text]
-    ) -> None:
-        stored = read_pairs(model, texts[:4], 2)
-        fresh = read_pairs(model, [Text(text.response) for text in texts[:4]], 2)
-        torch.testing.assert_close(fresh.features.bfloat16(), stored.features)
 
 
 class TestReplacedPlaces:

@@ -22,12 +22,19 @@ from hf_spec.common.compat import CACHE_NAME
 from hf_spec.drafting.rank_tree import RankTree, published_trees
 from hf_spec.engine import runner as runner_module
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.methods.falcon.drafter import FalconDrafter, used_lists
+from hf_spec.methods.falcon.drafter import (
+    FalconDrafter,
+    choose_tree,
+    max_depth,
+    resolve_falcon_head,
+    used_lists,
+)
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from tests.drafting.test_rank_tree import RAGGED, random_paths
 from tests.falcon_reference import block_ends, drafted, features_of, random_head
 from tests.host_and_device import check_same_drafts
 from tests.model_watch import count_forwards, snapshot
+from tests.published_heads import sample as published
 from tests.refusals import refuse, small_llama
 from tests.tiny_models import VOCAB, build, prompts, ragged_batch, repetitive_prompt, settled_prompt
 
@@ -590,3 +597,46 @@ class TestRefusals:
 def test_vocabulary_of_the_tests_is_wide_enough() -> None:
     assert published_trees("falcon")["falcon-llama"].tree.num_ranks < VOCAB
     assert len(ragged_batch()["input_ids"]) == 5
+
+
+def head_with(**options: Any) -> FalconHead:
+    head = FalconHead(build("llama"), FalconShape(2), None).eval()
+    head.options = options
+    return head
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_auto_without_a_stored_tree(size: int) -> None:
+    tree = choose_tree("auto", None, random_head("llama", size))
+    assert tree.height == 2 * size
+    assert set(RankTree.chain(2 * size).paths) < set(tree.paths)
+    assert len(tree) <= 2 * size + 3
+
+
+def test_chains_are_as_deep_as_asked_or_two_passes() -> None:
+    assert choose_tree("chain", None, random_head("llama", 3)) == RankTree.chain(6)
+    assert choose_tree("chain", 5, random_head("llama", 2)) == RankTree.chain(5)
+    assert choose_tree("chain", None, head_with(max_depth=3)) == RankTree.chain(3)
+
+
+def test_trees_are_cut() -> None:
+    own = head_with(tree=[[0], [0, 0], [1], [0, 0, 0]])
+    assert choose_tree("auto", 2, own).paths == ((0,), (1,), (0, 0))
+    assert choose_tree("falcon-vicuna", 1, random_head("llama")).height == 1
+
+
+def test_trees_that_do_not_fit() -> None:
+    assert max_depth(head_with()) is None
+    with pytest.raises(AssistantError, match="max_depth='6'"):
+        max_depth(head_with(max_depth="6"))
+    with pytest.raises(AssistantError, match="tree cannot be used"):
+        choose_tree("auto", None, head_with(tree="chain"))
+    with pytest.raises(OptionError, match=r"depth 4 .* trained for \(3\)"):
+        choose_tree(RankTree.chain(4).paths, None, head_with(max_depth=3))
+    with pytest.raises(OptionError, match="block_size 2; this one has 3"):
+        choose_tree("falcon-llama", None, random_head("llama", 3))
+
+
+def test_a_head_of_another_strategy() -> None:
+    with pytest.raises(AssistantError, match="not an adapter: use spec_strategy='eagle'"):
+        resolve_falcon_head(published("eagle").folder, copy.deepcopy(build("llama")))

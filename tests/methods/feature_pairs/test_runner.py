@@ -10,8 +10,7 @@ from hf_spec import UnsupportedError
 from hf_spec.drafting.rank_tree import Path, RankTree
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.feature_pairs import runner as pair_runner
-from hf_spec.methods.feature_pairs.rows import PairRow
-from hf_spec.methods.feature_pairs.runner import HeadRunner, draft_blocks
+from hf_spec.methods.feature_pairs.runner import HeadRunner, PairRow, draft_blocks, extend_rows
 from tests.drafting.test_rank_tree import random_paths
 from tests.falcon_reference import random_head
 from tests.model_watch import snapshot
@@ -56,7 +55,7 @@ class TestFeed:
         with HeadRunner(head, 3).active() as runner:
             for counts in ([5, 12, 4], [1, 1, 1], [1, 3, 2], [6, 1, 1], [2, 5, 1], [1, 1, 7]):
                 for row, count in enumerate(counts):
-                    rows[row].extend(texts[row][1][known[row] : known[row] + count])
+                    extend_rows([rows[row]], [texts[row][1][known[row] : known[row] + count]])
                     known[row] += count
                 outputs, _ = runner.feed(rows, tokens)
                 found.append((list(known), outputs))
@@ -78,7 +77,7 @@ class TestFeed:
         texts = [text(row, length) for row, length in enumerate((29, 6, 18))]
         rows = [PairRow(row, torch.zeros(0), 0) for row in range(3)]
         for row, (_, features) in zip(rows, texts, strict=True):
-            row.extend(features)
+            extend_rows([row], [features])
         with HeadRunner(head, 3).active() as runner:
             outputs, _ = runner.feed(rows, [tokens for tokens, _ in texts])
         for output, (tokens, features) in zip(outputs, texts, strict=True):
@@ -94,7 +93,7 @@ class TestFeed:
         mask[0, 0] = (torch.arange(6) // 2)[:, None] >= torch.arange(6) // 2
         expected = head.attend(mixed, attention_mask=mask, position_ids=torch.arange(3, 9)[None])
         row = PairRow(0, torch.zeros(0), 3)
-        row.extend(features[3:])
+        extend_rows([row], [features[3:]])
         with HeadRunner(head, 1).active() as runner:
             close(runner.feed([row], [tokens])[0][0], expected[0, -2:])
 
@@ -106,7 +105,7 @@ class TestActive:
         before = snapshot(head.attention), snapshot(build(name))
         tokens, features = text(0, 6)
         row = PairRow(0, torch.zeros(0), 0)
-        row.extend(features)
+        extend_rows([row], [features])
         with torch.no_grad(), HeadRunner(head, 1).active() as runner:
             runner.feed([row], [tokens])
         assert (snapshot(head.attention), snapshot(build(name))) == before
@@ -144,8 +143,8 @@ def test_blocks_see_their_ancestors_and_themselves(seed: int, size: int) -> None
         new = blocks_of(tree, size, index)
         parents += [[(), *earlier].index(path[:-size]) for path in new]
         blocks = draft_blocks(tuple(parents), len(new), size)
-        assert (blocks.begin, blocks.count) == (len(earlier), len(new))
-        assert blocks.depth == (index - 1) * size
+        assert blocks.count == len(new)
+        assert blocks.offsets[-1] == index * size - 1
         earlier += new
         offsets = [len(path) - size + slot for path in earlier for slot in range(size)]
         assert blocks.offsets.tolist() == offsets

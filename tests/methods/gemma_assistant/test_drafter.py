@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,13 +19,12 @@ from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.gemma_assistant.drafter import GemmaAssistantDrafter
 from hf_spec.methods.gemma_assistant.head import build
 from tests import tiny_models
+from tests.draft_rounds import check_rounds
 from tests.gemma_reference import gemma4, published, reference, save
 from tests.host_and_device import check_same_drafts
 from tests.methods.draft_model.test_drafter import start
-from tests.plain_logits import path_to
 from tests.tiny_models import VOCAB, ragged_batch
 
-LENGTHS = (12, 9, 3)
 DEPTH = 2
 TREE = GemmaAssistantConfig(
     max_draft_tokens=DEPTH, tree="dynamic", width=40, max_nodes=100, length_policy="static"
@@ -39,58 +37,25 @@ def made(
     return GemmaAssistantDrafter(config, make_policy(config, model), build(head, model), model)
 
 
-@torch.no_grad()
-def check_rounds(model: PreTrainedModel, head: PublishedHead, config: GemmaAssistantConfig) -> int:
-    """Three rounds of a ragged batch, the last two against the reference; accepted tokens."""
-    state = start(ragged_batch(LENGTHS))
-    drafter = made(config, model, head)
-    target = ModelRunner(model, state.num_rows, drafter.hidden_layers)
-    accepted = 0
-    with target.active(), drafter.active(state):
-        verifier = NodeDraw([], state.num_rows)
-        speculative_step(target, drafter, verifier, state)
-        for _ in range(2):
-            texts = [list(tokens) for tokens in state.tokens]
-            tree = drafter.draft(state, state.draft_limits)
-            for row, text in enumerate(texts):
-                for node in tree.nodes(row):
-                    if tree.children[node]:
-                        logits = reference(head, model, text, path_to(tree, node))
-                        check_children(tree, node, logits)
-            output = target.forward(tree, state.tokens)
-            verdict = verifier.verify(tree, output.logits, state)
-            accepted += sum(map(len, verdict.accepted))
-            state.commit(verdict)
-            target.keep(verdict.paths)
-            drafter.observe(verdict, output)
-    return accepted
-
-
-def check_children(tree: Any, node: int, logits: torch.Tensor) -> None:
-    probs = logits.softmax(dim=-1)
-    children = tree.children[node]
-    found = torch.tensor([tree.node_probs[child] for child in children])
-    tokens = [tree.tokens[child] for child in children]
-    assert (found - probs[tokens]).abs().max() < 1e-5
-    if len(children) == 1:
-        assert tokens == [int(probs.argmax())]
+def check(model: PreTrainedModel, head: PublishedHead, config: GemmaAssistantConfig) -> int:
+    return check_rounds(model, made(config, model, head), partial(reference, head, model))
 
 
 class TestParity:
     @pytest.mark.parametrize("shared", [0, 3])
     def test_trees_of_a_ragged_batch(self, shared: int) -> None:
         model = gemma4(shared)
-        assert check_rounds(model, published(model), TREE) > 0
+        assert check(model, published(model), TREE) > 0
 
     def test_chains(self) -> None:
         model = gemma4()
         config = GemmaAssistantConfig(max_draft_tokens=DEPTH, length_policy="static")
-        check_rounds(model, published(model), config)
+        check(model, published(model), config)
 
     def test_padded_storage(self) -> None:
         model = gemma4()
         config = dataclasses.replace(TREE, batching="padded")
-        check_rounds(model, published(model), config)
+        check(model, published(model), config)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +69,7 @@ def test_drafts_that_nobody_watches(
     config: GemmaAssistantConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = gemma4()
-    run = partial(check_rounds, model, published(model), config)
+    run = partial(check, model, published(model), config)
     check_same_drafts(monkeypatch, GemmaAssistantDrafter, run)
 
 
@@ -140,6 +105,37 @@ def test_auto_takes_a_folder(tmp_path: Path) -> None:
         return_dict_in_generate=True,
     )
     assert output.spec_stats.counters["asked_gemma_assistant"] > 0
+
+
+@torch.no_grad()
+def test_a_row_drafts_once_the_target_has_run_it() -> None:
+    model = gemma4()
+    config = GemmaAssistantConfig(max_draft_tokens=2, length_policy="static")
+    drafter = made(config, model, published(model))
+    state = start(ragged_batch((5, 3)))
+    target = ModelRunner(model, 2, drafter.hidden_layers)
+    with target.active(), drafter.active(state):
+        verifier = NodeDraw([], 2)
+        speculative_step(target, drafter, verifier, state)
+        assert drafter.forwards == 0
+        tree = drafter.draft(state, {0: 2, 1: 1})
+        assert [tree.height(row) for row in (0, 1)] == [2, 1]
+        assert drafter.forwards == 2
+        drafter.restart(1)
+        tree = drafter.draft(state, {0: 2, 1: 2})
+        assert [tree.height(row) for row in (0, 1)] == [2, 0]
+
+
+def test_the_assistant_is_as_it_was_found() -> None:
+    model = gemma4()
+    drafter = made(TREE, model, published(model))
+    assistant = drafter.assistant
+    before = {name: dict(vars(module)) for name, module in assistant.named_modules()}
+    with drafter.active(start(ragged_batch((5, 3)))):
+        pass
+    after = {name: dict(vars(module)) for name, module in assistant.named_modules()}
+    assert before.keys() == after.keys()
+    assert all(before[name].keys() == after[name].keys() for name in before)
 
 
 def refused(

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import hf_spec
-from hf_spec import AssistantError, HeadsConfig, OptionError
-from hf_spec.drafting.one_pass_drafter import ProposalDrafter
+from hf_spec import HeadsConfig, OptionError
 from tests.feature_reference import (
-    check_against,
-    deepspec,
     medusa,
-    medusa_reference,
-    save,
     speculator,
     speculator_reference,
     watch_drafts,
 )
-from tests.host_and_device import check_same_drafts
-from tests.refusals import refuse
-from tests.tiny_models import TIMINGS, build, draft_model, prompts
+from tests.tiny_models import build, prompts
 
 MODEL = build("llama")
 CHAIN = [[0], [0, 0], [0, 0, 0]]
@@ -51,22 +41,6 @@ def test_greedy_output_is_the_targets(head: Any) -> None:
     wide = generate(head, children=97, expanded_per_level=2, max_nodes=130)
     assert wide.spec_stats.accepted_tokens > 0
     generate(head, "one")
-
-
-@pytest.mark.parametrize("head", [medusa(), speculator()], ids=["medusa", "speculator"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"children": 4, "expanded_per_level": 3, "max_nodes": 9},
-        {"tree": [[0], [2], [0, 1], [2, 0], [2, 3], [0, 1, 1], [2, 0, 0]]},
-    ],
-    ids=["likeliest", "ranks"],
-)
-def test_drafts_that_nobody_watches(
-    head: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = partial(generate, head, length_policy="static", **options)
-    check_same_drafts(monkeypatch, ProposalDrafter, run)
 
 
 def test_the_likeliest_paths_are_sent() -> None:
@@ -100,93 +74,12 @@ def test_a_pass_a_round() -> None:
     assert steps.draft_forwards > 2 * rounds.draft_forwards
 
 
-def test_more_prompts_than_rows() -> None:
-    """A row that takes another prompt forgets the one before."""
-    ids, mask = prompts("llama", "ragged").values()
-    rows = [line[keep.bool()].tolist() for line, keep in zip(ids, mask, strict=True)]
-    with watch_drafts() as seen:
-        output = MODEL.generate_batch(
-            rows,
-            max_batch=2,
-            max_new_tokens=6,
-            do_sample=False,
-            spec_strategy=HeadsConfig(tree=CHAIN),
-            assistant=medusa(),
-        )
-    assert check_against(medusa_reference(MODEL, medusa()), seen, CHAIN) > 40
-    for row, said in zip(rows, output.values(), strict=True):
-        plain = MODEL.generate(torch.tensor([row]), max_new_tokens=6, do_sample=False)
-        assert [*row, *said.generated_tokens] == plain[0].tolist()
-
-
-@pytest.mark.parametrize("policy", ["static", "heuristic", "confidence", "measured"])
-def test_length_policies(policy: str) -> None:
-    generate(medusa(), length_policy=policy)
-
-
 def test_confidence_ends_a_draft() -> None:
     """Random heads are never sure."""
     output = generate(medusa(), children=1, length_policy="confidence", confidence_threshold=1.0)
     assert output.spec_stats.drafted_tokens <= output.spec_stats.counters["rounds"]
 
 
-def test_auto_takes_a_head(tmp_path: Path) -> None:
-    timings = {**TIMINGS, "draft": {"heads": [[1, 0.001]], "tree": [[1, 0.001]]}}
-    for head in (medusa(), save(tmp_path / "a-head", medusa())):
-        output = MODEL.generate(
-            **prompts("llama", "ragged"),
-            max_new_tokens=8,
-            do_sample=False,
-            return_dict_in_generate=True,
-            spec_strategy=hf_spec.AutoConfig(timings=timings),
-            assistant=[head, draft_model("llama")],
-        )
-        assert output.spec_stats.counters["asked_heads"] > 0
-        plain = MODEL.generate(**prompts("llama", "ragged"), max_new_tokens=8, do_sample=False)
-        assert torch.equal(output.sequences, plain)
-
-
-class TestRefused:
-    def test_another_family(self) -> None:
-        refuse(
-            "family 'dspark': use spec_strategy='block'",
-            error=AssistantError,
-            spec_strategy="heads",
-            assistant=deepspec(),
-        )
-
-    def test_no_head(self) -> None:
-        for assistant in (None, draft_model("llama"), 7):
-            refuse(
-                "spec_strategy='heads' needs",
-                error=AssistantError,
-                spec_strategy="heads",
-                assistant=assistant,
-            )
-
-    def test_a_pickle(self, tmp_path: Path) -> None:
-        folder = Path(save(tmp_path / "a-head", medusa()))
-        (folder / "model.safetensors").rename(folder / "medusa_lm_head.pt")
-        refuse(
-            "hf-spec import-head",
-            error=AssistantError,
-            spec_strategy="heads",
-            assistant=str(folder),
-        )
-
-    def test_a_draft_deeper_than_the_head(self) -> None:
-        deep = "deeper than the . levels of the head"
-        for options in ({"max_draft_tokens": 4}, {"tree": [*CHAIN, [0, 0, 0, 0]]}):
-            refuse(
-                deep, error=OptionError, spec_strategy=HeadsConfig(**options), assistant=medusa()
-            )
-
-    def test_options(self) -> None:
-        with pytest.raises(OptionError, match="lacks its parent"):
-            HeadsConfig(tree=[[0, 0]])
-        with pytest.raises(OptionError, match="must be a list of rank paths"):
-            HeadsConfig(tree="wide")
-        with pytest.raises(OptionError, match="max_draft_tokens must be"):
-            HeadsConfig(max_draft_tokens=0)
-        with pytest.raises(OptionError, match="needs a confidence head"):
-            HeadsConfig(length_policy="head")
+def test_there_is_no_confidence_head() -> None:
+    with pytest.raises(OptionError, match="needs a confidence head"):
+        HeadsConfig(length_policy="head")

@@ -5,25 +5,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec import AssistantError, MtpConfig, UnsupportedError
 from hf_spec.drafting.length_policy import make_policy
-from hf_spec.engine.decode.loop import speculative_step
-from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.mtp.head import MtpHead
 from tests import tiny_models
-from tests.methods.draft_model.test_drafter import start
+from tests.draft_rounds import check_rounds
 from tests.mtp_reference import (
     NAMES,
     Reference,
@@ -32,62 +27,27 @@ from tests.mtp_reference import (
     sample,
     save_speculators,
 )
-from tests.plain_logits import path_to
 from tests.tiny_models import ragged_batch
 
-LENGTHS = (12, 9, 3)
 TREE = MtpConfig(max_draft_tokens=3, tree="dynamic", width=12, max_nodes=30, length_policy="static")
 CHAIN = MtpConfig(max_draft_tokens=4, length_policy="static")
-TOLERANCE = 1e-5
 
 
-@torch.no_grad()
-def check_rounds(model: PreTrainedModel, head: MtpHead, config: MtpConfig, expected: Any) -> int:
-    """Three rounds of a ragged batch, the last two against the reference; accepted tokens."""
-    state = start(ragged_batch(LENGTHS))
+def check(model: PreTrainedModel, head: MtpHead, config: MtpConfig, expected: Any) -> int:
     drafter = PairDrafter(config, head, make_policy(config, model))
-    target = ModelRunner(model, state.num_rows, drafter.hidden_layers)
-    accepted = 0
-    with target.active(), drafter.active(state):
-        verifier = NodeDraw([], state.num_rows)
-        speculative_step(target, drafter, verifier, state)
-        for _ in range(2):
-            texts = [list(tokens) for tokens in state.tokens]
-            tree = drafter.draft(state, state.draft_limits)
-            for row, text in enumerate(texts):
-                for node in tree.nodes(row):
-                    check_children(tree, node, lambda p, t=text: expected(t, p))
-            output = target.forward(tree, state.tokens)
-            verdict = verifier.verify(tree, output.logits, state)
-            accepted += sum(map(len, verdict.accepted))
-            state.commit(verdict)
-            target.keep(verdict.paths)
-            drafter.observe(verdict, output)
-    return accepted
-
-
-def check_children(tree: Any, node: int, expected: Callable[[list[int]], Tensor]) -> None:
-    children = tree.children[node]
-    if not children:
-        return
-    probs = expected(path_to(tree, node)).softmax(dim=-1)
-    tokens = [tree.tokens[child] for child in children]
-    found = torch.tensor([tree.node_probs[child] for child in children])
-    assert (found - probs[tokens]).abs().max() < TOLERANCE
-    if len(children) == 1:
-        assert tokens == [int(probs.argmax())]
+    return check_rounds(model, drafter, expected)
 
 
 class TestParity:
     @pytest.mark.parametrize("layout", NAMES)
     def test_trees_in_every_layout(self, layout: str) -> None:
         found = sample("llama", layout)
-        accepted = check_rounds(found.model, found.head, TREE, Reference(found).logits)
+        accepted = check(found.model, found.head, TREE, Reference(found).logits)
         assert accepted > 0
 
     def test_chains(self) -> None:
         found = sample("llama", "index")
-        check_rounds(found.model, found.head, CHAIN, Reference(found).logits)
+        check(found.model, found.head, CHAIN, Reference(found).logits)
 
     @pytest.mark.parametrize(
         "broken", ["zeroes_first_embedding", "recycles_raw_output", "features_first"]
@@ -101,17 +61,17 @@ class TestParity:
         if broken == "recycles_raw_output":
             head.attention.norm, head.head.norm = head.head.norm, torch.nn.Identity()
         with pytest.raises(AssertionError):
-            check_rounds(found.model, head, CHAIN, Reference(found).logits)
+            check(found.model, head, CHAIN, Reference(found).logits)
 
     def test_norms_that_count_from_one(self) -> None:
         """On a hybrid target, with its own layer called without a cache."""
         found = sample("qwen3_next", "qwen")
-        check_rounds(found.model, found.head, CHAIN, Reference(found, own_layer(found)).logits)
+        check(found.model, found.head, CHAIN, Reference(found, own_layer(found)).logits)
 
     def test_what_transformers_says(self) -> None:
         """A DeepSeek-V3 of three layers, whose module transformers itself does not find."""
         found = sample("deepseek_v3", "index")
-        check_rounds(found.model, found.head, TREE, TheirReference(found).logits)
+        check(found.model, found.head, TREE, TheirReference(found).logits)
 
 
 class TestGenerate:

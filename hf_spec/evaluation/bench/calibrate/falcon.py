@@ -35,10 +35,9 @@ from hf_spec.evaluation.bench.calibrate.falcon_rounds import (
     record_rounds,
 )
 from hf_spec.evaluation.bench.settings import TreeSettings
-from hf_spec.methods.falcon.drafter import FalconConfig
+from hf_spec.methods.falcon.drafter import FalconConfig, max_depth
 from hf_spec.methods.falcon.head import METHOD, FalconHead
 from hf_spec.methods.falcon.rank_stats import ranks_along
-from hf_spec.methods.falcon.tree_choice import max_depth
 from hf_spec.training.features import text_features
 from hf_spec.training.responses import Response
 

@@ -25,9 +25,9 @@ from hf_spec.evaluation.bench.calibrate.falcon import (
     true_ranks,
 )
 from hf_spec.evaluation.bench.settings import TreeSettings
+from hf_spec.methods.falcon.drafter import choose_tree
 from hf_spec.methods.falcon.head import FalconHead
 from hf_spec.methods.falcon.settings import FalconShape
-from hf_spec.methods.falcon.tree_choice import choose_tree
 from hf_spec.training.responses import Response
 from tests.falcon_reference import random_head
 from tests.methods.falcon.test_drafter import BUSHY, knowing_head, watch_drafts
