@@ -77,9 +77,8 @@ def _onednn_pack(weight: Tensor) -> Tensor:
 
 
 def _onednn_gemm(states: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-        states, packed, bias, "none", [], ""
-    )
+    run = torch.ops.mkldnn._linear_pointwise.default
+    output: Tensor = run(states, packed, bias, "none", [], "")
     return output
 
 
@@ -103,12 +102,8 @@ def pack(weight: Tensor) -> Packed | None:
 @torch.no_grad()
 def pack_rounded(weight: Tensor) -> Packed | None:
     """Pack an (N, K) weight in bfloat16; return None if that is not faster than `pack`."""
-    return ROUNDED.pack(weight.detach()) if is_rounding_faster(weight) else None
-
-
-def is_rounding_faster(weight: Tensor) -> bool:
-    """Return True if GEMMs with the weight in bfloat16 are faster than with the exact one."""
-    return weight.dtype == torch.float32 and rounded_rows() > 0
+    faster = weight.dtype == torch.float32 and rounded_rows() > 0
+    return ROUNDED.pack(weight.detach()) if faster else None
 
 
 @functools.cache
@@ -202,12 +197,8 @@ def _fastest_form(
     return forms[weighed.index(min(weighed))]
 
 
-def timed_as(weight: Tensor) -> tuple[Hashable, ...]:
-    """Return the key of times of GEMMs with a weight."""
-    return weight.shape, weight.dtype, torch.get_num_threads()
-
-
-# By `timed_as`: rows for which such weights are used packed, timed once per process.
+# Rows for which weights of a shape and dtype are used packed, by number of threads too; timed once
+# per process.
 served: dict[tuple[Hashable, ...], Rows] = {}
 
 
@@ -223,7 +214,7 @@ def packed_rows(weight: Tensor, pairs: Sequence[tuple[Tensor, Packed | None]]) -
     """
     if weight.dtype in SAME_BITS and form_of(weight.dtype) is OWN:
         return EVERY_ROW
-    key = timed_as(weight)
+    key = weight.shape, weight.dtype, torch.get_num_threads()
     if key not in served:
         count = max(1, TIMED_BYTES // weight.nbytes)
         same_shape = [

@@ -64,45 +64,11 @@ class _Cache:
 
     def __init__(self) -> None:
         self.mode = "auto"
-        self.entries = WeakIdKeyDictionary()
-
-    @property
-    def packed(self) -> list[Packed]:
-        """All packed weights."""
-        # Listing the inner dictionary is atomic; other threads may be packing.
-        return [packed for forms in list(self.entries.data.values()) for packed in forms.all]
-
-    def clear(self) -> None:
-        """Free all packed weights."""
-        self.entries.clear()
-
-    def make(self, weights: Sequence[Tensor], rounded: bool) -> None:
-        """Pack weights that are new or have changed, rounded to bfloat16 where that is faster."""
-        if self.mode == "off":
-            return
-        room = float("inf")
-        if self.mode == "auto":
-            taken = cpu_packing_bytes()
-            room = (_available_bytes() + taken) * MEMORY_SHARE - taken
-        for weight in weights:
-            stamp, forms = _stamp(weight), self.entries.get(weight)
-            if forms is None or forms.stamp != stamp:
-                forms = self.entries[weight] = PackedForms(stamp)
-            if rounded and forms.rounded is None and weight.nbytes // 2 <= room:
-                forms.rounded = pack_rounded(weight)
-                room -= 0 if forms.rounded is None else forms.rounded.nbytes
-            if forms.exact is None and not (rounded and forms.rounded is not None):
-                if weight.nbytes > room:
-                    _log_once("memory is short: not every linear weight is packed for the CPU")
-                elif (exact := pack(weight)) is not None:
-                    forms.exact = exact
-                    room -= exact.nbytes
-            if not forms.all:
-                del self.entries[weight]
+        self.forms = WeakIdKeyDictionary()
+        self.lock = threading.Lock()
 
 
 _cache = _Cache()
-_lock = threading.Lock()
 
 
 def set_cpu_packing(mode: str) -> None:
@@ -124,19 +90,20 @@ def set_cpu_packing(mode: str) -> None:
 
 def clear_cpu_packing() -> None:
     """Free the packed weights; running generations hold theirs until they end."""
-    with _lock:
-        _cache.clear()
+    with _cache.lock:
+        _cache.forms.clear()
 
 
 def cpu_packing_bytes() -> int:
     """Return the memory of all packed weights in bytes."""
-    return sum(packed.nbytes for packed in _cache.packed)
+    # Listing the inner dictionary is atomic; other threads may be packing.
+    return sum(packed.nbytes for forms in list(_cache.forms.data.values()) for packed in forms.all)
 
 
 def packed_weights_of(weight: Tensor) -> PackedForms | None:
     """Return the packed forms of a weight as of the last `pack_weights`, if there are any."""
-    with _lock:
-        forms: PackedForms | None = _cache.entries.get(weight)
+    with _cache.lock:
+        forms: PackedForms | None = _cache.forms.get(weight)
         return forms
 
 
@@ -145,15 +112,38 @@ def pack_weights(weights: Sequence[Tensor], rounded: bool) -> None:
 
     Args:
         weights: of linear layers, on the CPU.
-        rounded: True for drafts, whose weights may be rounded to bfloat16, see `packed_gemm`.
+        rounded: True for drafts: weights are rounded to bfloat16 where that is faster.
     """
-    with _lock:
-        _cache.make(weights, rounded)
-        entries = [(weight, _cache.entries.get(weight)) for weight in weights]
+    with _cache.lock:
+        if _cache.mode != "off":
+            _pack(weights, rounded)
+        entries = [(weight, _cache.forms.get(weight)) for weight in weights]
     packed = [(weight, forms) for weight, forms in entries if forms and forms.exact is not None]
     pairs = [(weight, forms.exact) for weight, forms in packed]
     for weight, forms in packed:
         forms.rows = packed_rows(weight, pairs)
+
+
+def _pack(weights: Sequence[Tensor], rounded: bool) -> None:
+    room = float("inf")
+    if _cache.mode == "auto":
+        taken = cpu_packing_bytes()
+        room = (_available_bytes() + taken) * MEMORY_SHARE - taken
+    for weight in weights:
+        stamp, forms = _stamp(weight), _cache.forms.get(weight)
+        if forms is None or forms.stamp != stamp:
+            forms = _cache.forms[weight] = PackedForms(stamp)
+        if rounded and forms.rounded is None and weight.nbytes // 2 <= room:
+            forms.rounded = pack_rounded(weight)
+            room -= 0 if forms.rounded is None else forms.rounded.nbytes
+        if forms.exact is None and not (rounded and forms.rounded is not None):
+            if weight.nbytes > room:
+                _log_once("memory is short: not every linear weight is packed for the CPU")
+            elif (exact := pack(weight)) is not None:
+                forms.exact = exact
+                room -= exact.nbytes
+        if not forms.all:
+            del _cache.forms[weight]
 
 
 def _stamp(weight: Tensor) -> tuple[int, ...]:

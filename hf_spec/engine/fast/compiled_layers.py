@@ -37,7 +37,6 @@ from hf_spec.engine.fast.layer_tracing import (
     LayerFunction,
     as_tuple,
     compile_layer,
-    linears_of,
     tensors_of,
 )
 from hf_spec.engine.fast.packed_linear import has_fast_forward, packed_changes
@@ -155,37 +154,50 @@ class CompiledLayers:
             session.install()
             yield session
 
-    def join(self) -> None:
-        """Count one more session."""
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a session; the end of the last one frees everything that refers to weights."""
         with _lock:
             self._sessions += 1
-
-    def leave(self) -> None:
-        """Count one session less; the last one frees everything that refers to weights."""
-        with _lock:
-            self._sessions -= 1
-            if not self._sessions:
-                self._state = None
-                for layer in self.layers:
-                    layer.end()
+        try:
+            yield
+        finally:
+            with _lock:
+                self._sessions -= 1
+                if not self._sessions:
+                    self._state = None
+                    for layer in self.layers:
+                        layer.binding = None
 
     def refresh(self) -> None:
         """Read the state of all layers again if it has changed."""
         with _lock:
             packed = packed_changes()
-            if packed != self._packed or self._state is None or not self._state.holds():
-                self._packed, state = packed, LayerState()
+            if packed == self._packed and self._state is not None and self._state.holds():
+                return
+            self._packed, self._state = packed, LayerState()
+            kinds = [self._kind_of(layer, self._state) for layer in self.layers]
+            try:
+                code = self._state.seal()
+            except UnwatchableError as error:
+                kinds = [None] * len(kinds)
                 for layer in self.layers:
-                    layer.begin(state)
-                try:
-                    code = self.number(state.seal())
-                except UnwatchableError as error:
-                    for layer in self.layers:
-                        layer.end(str(error))
-                else:
-                    for layer in self.layers:
-                        layer.seal(code)
-                self._state = state
+                    self.refuse(layer.name, str(error))
+            for layer, kind in zip(self.layers, kinds, strict=True):
+                layer.binding = None
+                if kind is not None:
+                    layer.binding = _Binding(self.number((kind, code)), tensors_of(layer.layer))
+
+    def _kind_of(self, layer: CompiledLayer, state: LayerState) -> Hashable | None:
+        """Add a layer to the state that is checked; return its key, None if it is refused."""
+        reason = _obstacle(layer.layer)
+        if reason is None:
+            try:
+                return state.add(layer.layer)
+            except UnwatchableError as error:
+                reason = str(error)
+        self.refuse(layer.name, reason)
+        return None
 
     def number(self, key: Hashable) -> int:
         """Return a number that is equal for equal keys."""
@@ -207,15 +219,13 @@ class CompiledLayers:
                 if len(inside) == 1 and inside[0] is not layer:
                     self.layers.append(CompiledLayer(self, f"{name}.{index}", layer, inside[0]))
 
-    def function(
-        self, layer: nn.Module, kind: Hashable, weights: Mapping[str, Tensor], call: LayerCall
-    ) -> LayerFunction:
+    def function(self, layer: nn.Module, binding: _Binding, call: LayerCall) -> LayerFunction:
         """Return the function for a kind of layers and calls; compile it on a miss.
 
         Raises:
             Exception: one of `REASONS` if compiling failed, now or earlier.
         """
-        key = kind, call.program_key
+        key = binding.kind, call.program_key
         with _lock:
             if key not in self.functions:
                 if len(self.functions) >= MAX_PROGRAMS:
@@ -224,7 +234,7 @@ class CompiledLayers:
                         "often"
                     )
                 try:
-                    self.functions[key] = compile_layer(layer, weights, call)
+                    self.functions[key] = compile_layer(layer, binding.weights, call)
                 except REASONS as error:
                     self.functions[key] = error
             function = self.functions[key]
@@ -271,8 +281,7 @@ class LayerSession:
         owners = [forward.owner for forward in forwards if isinstance(forward, CompiledLayer)]
         self._owners = [*dict.fromkeys([owner, *owners])]
         for other in self._owners:
-            other.join()
-            self._stack.callback(other.leave)
+            self._stack.enter_context(other.in_use())
 
     def begin_step(self) -> None:
         """Compile layers again where their state has changed; call before every forward pass."""
@@ -295,41 +304,34 @@ class _Binding:
     """A layer with the weights that it has in one state.
 
     Attributes:
-        layer_kind: number of its modules, their attributes and shapes, see `LayerState.add`.
-        weights: parameters and buffers by name.
-        by_function: bound functions.
-        by_call: the same by `CompiledLayers.key_of`; None for calls that run uncompiled.
         kind: number of all that it computes, code included.
-        table: functions by `CompiledLayers.key_of`, see `CompiledLayer`.
+        weights: parameters and buffers by name.
+        functions: by `CompiledLayers.key_of`; None for calls that run uncompiled.
+        bound: the functions with these weights.
     """
 
-    layer_kind: int
+    kind: int
     weights: dict[str, Tensor]
-    by_function: dict[LayerFunction, BoundLayer] = field(default_factory=dict)
-    by_call: dict[int, BoundLayer | None] = field(default_factory=dict)
-    kind: int = -1
-    table: dict[int, LayerFunction | None] = field(default_factory=dict)
+    functions: dict[int, LayerFunction | None] = field(default_factory=dict)
+    bound: dict[LayerFunction, BoundLayer] = field(default_factory=dict)
 
 
 class CompiledLayer:
-    """The forward of a decoder layer that is compiled."""
+    """The forward of a decoder layer that is compiled.
+
+    Attributes:
+        binding: None where the layer runs uncompiled. Replaced as a whole: other threads read it.
+    """
 
     def __init__(self, owner: CompiledLayers, name: str, layer: nn.Module, attention: nn.Module):
         self.layer = layer
         self.owner = owner
-        self._name = name
+        self.name = name
+        self.binding: _Binding | None = None
         self._attention = attention
-        # None where the layer runs uncompiled. Replaced as a whole: other threads read it.
-        self._binding: _Binding | None = None
-        # The next one, between `begin` and `seal`.
-        self._unsealed: _Binding | None = None
         # By kind of layer and call: the function that gave the layer's result; None where there is
         # none. Single tokens are tried separately.
         self._tried: dict[Hashable, LayerFunction | None] = {}
-        # The same by `CompiledLayers.key_of`, for the kind that the layer had last. It refers to no
-        # weights and outlives a session.
-        self._table: dict[int, LayerFunction | None] = {}
-        self._table_kind = -1
 
     @property
     def is_compiled(self) -> bool:
@@ -338,64 +340,28 @@ class CompiledLayer:
 
     def forget_refusals(self) -> None:
         """Let calls that run uncompiled be tried again."""
-        for key in [key for key, function in self._tried.items() if function is None]:
-            del self._tried[key]
-        self._table.clear()
-        if self._binding is not None:
-            self._binding.by_call.clear()
-
-    def begin(self, state: LayerState) -> None:
-        """Take the current weights, and add the layer to the state that is checked."""
-        binding, reason = None, _obstacle(self.layer)
-        if reason is None:
-            try:
-                kind = self.owner.number(state.add(self.layer))
-                binding = _Binding(kind, tensors_of(self.layer))
-            except UnwatchableError as error:
-                reason = str(error)
-        self._unsealed = binding
-        if reason is not None:
-            self.end(reason)
-
-    def seal(self, code: int) -> None:
-        """Run compiled, given the number of the code that all layers run.
-
-        The table of the last session stays in use if the layer computes the same.
-        """
-        if (binding := self._unsealed) is not None:
-            binding.kind = self.owner.number((binding.layer_kind, code))
-            if binding.kind != self._table_kind:
-                self._table, self._table_kind = {}, binding.kind
-            binding.table = self._table
-        self._binding, self._unsealed = binding, None
-
-    def end(self, reason: str | None = None) -> None:
-        """Run uncompiled, and drop references to weights, until `begin`."""
-        self._binding = self._unsealed = None
-        if reason is not None:
-            self.owner.refuse(self._name, reason)
+        self._tried = {key: tried for key, tried in self._tried.items() if tried is not None}
+        if self.binding is not None:
+            self.binding.functions.clear()
 
     def __call__(self, *args: Any, spec_step: Any = None, **kwargs: Any) -> Any:
         """Run the layer, compiled if possible."""
-        binding = self._binding
+        binding = self.binding
         # Accelerate's mixed precision begins inside the model's forward.
         other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _thread.uncompiled
         if other or binding is None or type(spec_step) is not PackedStep or not _thread.compiled:
             return self._run_uncompiled(args, kwargs, spec_step)
         call = _step_call(spec_step, args, kwargs)
         key = self.owner.key_of(call)
-        if key not in binding.by_call:
+        if key not in binding.functions:
             if call.num_tokens > MAX_TOKENS:
                 return self._run_uncompiled(args, kwargs, spec_step)
-            if key not in binding.table:
-                tried = binding.kind, call.program_key, call.num_tokens == 1
-                if tried not in self._tried:
-                    return self._try(tried, call, binding, (args, kwargs, spec_step))
-                binding.table[key] = self._tried[tried]
-            function = binding.table[key]
-            binding.by_call[key] = None if function is None else self._bind(function, binding)
-        bound = binding.by_call[key]
-        result = None if bound is None else bound(call, spec_step)
+            tried = binding.kind, call.program_key, call.num_tokens == 1
+            if tried not in self._tried:
+                return self._try(tried, call, binding, (args, kwargs, spec_step))
+            binding.functions[key] = self._tried[tried]
+        function = binding.functions[key]
+        result = None if function is None else self._bind(function, binding)(call, spec_step)
         return self._run_uncompiled(args, kwargs, spec_step) if result is None else result
 
     def _run_uncompiled(self, args: Any, kwargs: Any, step: PackedStep | None) -> Any:
@@ -411,7 +377,7 @@ class CompiledLayer:
         start, reason = time.perf_counter(), None
         function, result = None, None
         try:
-            function = self.owner.function(self.layer, binding.kind, binding.weights, call)
+            function = self.owner.function(self.layer, binding, call)
             result = self._bind(function, binding)(call, replace(arguments[2], written={}))
         # Errors of a layer while it is traced, a missing compiler, or a missing cache folder.
         except REASONS as error:
@@ -425,18 +391,16 @@ class CompiledLayer:
             elif not _agree(result, expected):
                 reason = "its compiled layer computes something else"
         if reason is not None:
-            self.owner.refuse(self._name, reason)
+            self.owner.refuse(self.name, reason)
         self._tried[tried] = None if reason else function
         self.owner.seconds += time.perf_counter() - start
         return expected if reason else result
 
     def _bind(self, function: LayerFunction, binding: _Binding) -> BoundLayer:
-        """Return a function with the weights of this layer."""
-        if function not in binding.by_function:
-            linears = linears_of(self.layer)
-            bound = BoundLayer(function, binding.weights, linears, self._attention)
-            binding.by_function[function] = bound
-        return binding.by_function[function]
+        if function not in binding.bound:
+            bound = BoundLayer(function, binding.weights, self.layer, self._attention)
+            binding.bound[function] = bound
+        return binding.bound[function]
 
 
 def _step_call(step: PackedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:

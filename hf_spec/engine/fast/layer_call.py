@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_spec.backend.cpu.layer_source import AttentionPlan
 from hf_spec.backend.cpu.layer_values import TOKENS
 from hf_spec.engine.fast.layer_tracing import LayerCall, LayerFunction, addresses_of
-from hf_spec.engine.fast.packed_linear import kernel_weight, reads_rounded_weights
+from hf_spec.engine.fast.packed_linear import kernel_weight, mode
 from hf_spec.engine.forward.step import LayerTraits, PackedStep
 
 
@@ -45,7 +45,7 @@ class BoundLayer:
     Args:
         function: compiled for layers of this kind.
         weights: the layer's parameters and buffers, in the order in which it was traced.
-        linears: the layer's linear layers.
+        layer: the layer.
         attention: the layer's attention, which registers with every step.
     """
 
@@ -53,14 +53,15 @@ class BoundLayer:
         self,
         function: LayerFunction,
         weights: Mapping[str, Tensor],
-        linears: Mapping[str, nn.Linear],
+        layer: nn.Module,
         attention: nn.Module,
     ):
         self._function = function
         self._attention = attention
         tensors = list(weights.values())
         self._constants = addresses_of(tensors)
-        modules = {id(linear.weight): linear for linear in linears.values()}
+        linears = (part for part in layer.modules() if type(part) is nn.Linear)
+        modules = {id(linear.weight): linear for linear in linears}
         used = [tensors[plan.weight] for plan in function.source.linears]
         self._linears = [modules.get(id(weight), weight) for weight in used]
         # By (number of tokens, whether weights may be rounded); None where other kernels are used.
@@ -69,7 +70,7 @@ class BoundLayer:
 
     def __call__(self, call: LayerCall, step: PackedStep) -> Any:
         """Return the layer's result; None where other kernels run its GEMMs or its attention."""
-        key, function = (call.num_tokens, reads_rounded_weights()), self._function
+        key, function = (call.num_tokens, mode.rounded), self._function
         if key not in self._tables:
             self._tables[key] = self._make_table(call.num_tokens)
         table, buffers, plan = self._tables[key], None, function.source.attention

@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -82,21 +82,18 @@ class LayerState:
         # `read(source)` of all views, concatenated, must still be the same objects.
         self._views: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []
         self._seen: list[Any] = []
-        self._sized: list[Collection[Any]] = []
-        self._hooks: list[Mapping[Any, Any]] = [
+        self._sized: list[Collection[Any]] = [
             every_module._global_forward_hooks,
             every_module._global_forward_pre_hooks,
         ]
-        self._stores: list[dict[str, Any]] = []
+        self._sizes = [*map(len, self._sized)]
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
         # Keys of values by id, and the values, held alive so that ids stay unique.
         self._keys: dict[int, Hashable] = {}
         self._alive: list[Any] = []
         # Classes and functions whose code the layers run.
         self._roots: dict[types.FunctionType | type, None] = {}
-        self._sizes: list[int] = []
-        self._stored: list[Any] = []
-        self._tensors: list[Tensor] = []
-        self._addresses: list[int] = []
 
     def add(self, layer: nn.Module) -> Hashable:
         """Add a layer; return a key of its modules, their attributes and shapes of their tensors.
@@ -108,11 +105,14 @@ class LayerState:
         for name, module in layer.named_modules():
             self._roots[type(module)] = None
             parts.append((name, Same(type(module)), self._attributes(module)))
-            self._watch_tensors(module)
-            self.watch_values(module._modules)
+            stores = [module._parameters, module._buffers, module._modules]
             if module is not layer:
-                self._watch_hooks(module)
+                stores += [module._forward_hooks, module._forward_pre_hooks]
+            for store in stores:
+                self._watch_values(store)
         tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        self._tensors += tensors.values()
+        self._addresses += map(Tensor.data_ptr, tensors.values())
         shapes = tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors.items())
         return tuple(parts), shapes
 
@@ -122,26 +122,16 @@ class LayerState:
         Raises:
             UnwatchableError: if it reads state that cannot be watched.
         """
-        try:
-            return _Reach(self, self._roots).key()
-        finally:
-            # Also after an error: uncompiled layers are checked again only after a change of what
-            # was read so far.
-            self._sizes = [*map(len, self._sized)]
-            self._stored = [*chain.from_iterable(map(dict.values, self._stores))]
-            self._tensors = [t for t in self._stored if t is not None]
-            self._addresses = [*map(Tensor.data_ptr, self._tensors)]
+        return _Reach(self, self._roots).key()
 
     def holds(self) -> bool:
         """Return True if the state has not changed since the layers were added."""
-        if [*map(len, self._sized)] != self._sizes or any(self._hooks):
-            return False
-        # All containers have as many entries as before, so both sequences have equal length.
-        if not all(map(is_, chain.from_iterable(map(dict.values, self._stores)), self._stored)):
+        if [*map(len, self._sized)] != self._sizes:
             return False
         if [*map(Tensor.data_ptr, self._tensors)] != self._addresses:
             return False
         try:
+            # All containers have as many entries as before, so both sequences have equal length.
             values = [read(source) for read, source in self._views]
             return all(map(is_, chain.from_iterable(values), self._seen))
         except (KeyError, AttributeError, ValueError):
@@ -170,26 +160,20 @@ class LayerState:
             # Two names at least, so that `itemgetter` returns a tuple.
             self.view(itemgetter(*names) if len(names) > 1 else itemgetter(*names, *names), source)
 
-    def watch_values(self, source: Any) -> None:
-        """Watch all values of a dictionary."""
-        self.watch_sized(source)
-        if source:
-            self.view(dict.values, source)
-
     def watch_sized(self, source: Collection[Any]) -> None:
         """Watch the number of entries of a container."""
         self._sized.append(source)
+        self._sizes.append(len(source))
 
     def view(self, read: Callable[[Any], Iterable[Any]], source: Any) -> None:
         """Watch the objects that `read(source)` returns."""
         self._views.append((read, source))
         self._seen += read(source)
 
-    def _watch_tensors(self, module: nn.Module) -> None:
-        for store in (module._parameters, module._buffers):
-            if store:
-                self._stores.append(store)
-            self.watch_sized(store)
+    def _watch_values(self, source: dict[Any, Any]) -> None:
+        self.watch_sized(source)
+        if source:
+            self.view(dict.values, source)
 
     def _attributes(self, module: nn.Module) -> Hashable:
         """Watch the attributes that not every module has; return their key."""
@@ -202,13 +186,6 @@ class LayerState:
             (name, self.value(attributes[name], f"{type(module).__name__}.{name}"))
             for name in names
         )
-
-    def _watch_hooks(self, module: nn.Module) -> None:
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            if hooks:
-                self.watch_values(hooks)
-            else:
-                self._hooks.append(hooks)
 
     def _content(self, value: Any, where: str) -> Hashable:
         if isinstance(value, Tensor):

@@ -56,8 +56,6 @@ class LayerFunction:
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the layer returns, given the tensors in it."""
-        if len(self.results) == len(tensors):
-            return tuple(tensors) if self.is_tuple else tensors[0]
         remaining = iter(tensors)
         parts = tuple(next(remaining) if is_tensor else None for is_tensor in self.results)
         return parts if self.is_tuple else parts[0]
@@ -137,20 +135,13 @@ class LayerCall:
                 return None
         return tuple(parts)
 
-    @property
-    def token_axes(self) -> list[int | None]:
-        """The axis of each tensor that counts tokens; None for tensors without one."""
-        return [_token_axis(tensor, self.num_tokens) for tensor in self.tensors]
-
     def arguments(self, step: PackedStep | None, results: Sequence[Tensor]) -> int:
         """Return the address of the C++ `Call` that writes to `results`; valid until the next."""
-        arguments = self._arguments
-        if arguments is None or len(arguments.outputs) != len(results):
-            arguments = self._arguments = _Arguments(self, step, len(results))
-        arguments.inputs[0] = self.tensors[0].data_ptr()
-        for index, result in enumerate(results):
-            arguments.outputs[index] = result.data_ptr()
-        return arguments.address
+        if self._arguments is None or len(self._arguments.outputs) != len(results):
+            self._arguments = _Arguments(self, step, len(results))
+        self._arguments.inputs[0] = self.tensors[0].data_ptr()
+        self._arguments.outputs[:] = [result.data_ptr() for result in results]
+        return ctypes.addressof(self._arguments.call)
 
     def with_tensors(
         self, tensors: Iterator[Tensor], step: TracedStep
@@ -175,7 +166,7 @@ class _Arguments:
         self.inputs = addresses_of(call.tensors)
         self.outputs = (ctypes.c_void_p * num_outputs)()
         layout, places = (None, None) if step is None else step.addresses or (None, None)
-        self._call = Call(
+        self.call = Call(
             ctypes.addressof(self.inputs),
             ctypes.addressof(self.outputs),
             places,
@@ -183,7 +174,6 @@ class _Arguments:
             call.num_tokens,
             torch.get_num_threads(),
         )
-        self.address = ctypes.addressof(self._call)
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
@@ -247,7 +237,6 @@ def compile_layer(
 def _traced(
     layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall
 ) -> tuple[fx.Graph, Any]:
-    """Return the operations of a call, with weights and tensors as inputs, and the result."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -266,7 +255,7 @@ def _traced(
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     tensors = [*weights.values(), *call.tensors]
-    axes = [*[None] * len(weights), *call.token_axes]
+    axes = [*[None] * len(weights), *(_token_axis(t, call.num_tokens) for t in call.tensors)]
     inputs = [
         _fake_input(mode, number, tensor, axis)
         for number, (tensor, axis) in enumerate(zip(tensors, axes, strict=True))
@@ -321,11 +310,6 @@ def _fake_input(mode: Any, number: int, tensor: Tensor, tokens: int | None) -> T
         symbolic_context=None if tokens is None else StatelessSymbolicContext(sizes),
     )
     return fake
-
-
-def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
-    """Return the modules of class `nn.Linear`, subclasses excluded, by name."""
-    return {name: part for name, part in layer.named_modules() if type(part) is nn.Linear}
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:

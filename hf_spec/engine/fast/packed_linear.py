@@ -47,7 +47,7 @@ TRANSPOSED_ROWS = range(4, 49)
 NOT_PACKED = PackedForms(())
 
 
-class _ThreadMode(threading.local):
+class ThreadMode(threading.local):
     """Settings of the forward pass that this thread runs.
 
     Attributes:
@@ -59,7 +59,7 @@ class _ThreadMode(threading.local):
     rounded: bool = False
 
 
-_mode = _ThreadMode()
+mode = ThreadMode()
 # Modules inside an `install_packed_linears` block.
 _forwards = ForwardOverrides()
 
@@ -85,7 +85,6 @@ class _Checks(threading.local):
         self.done: set[tuple[int, bool]] = set()
 
     def renew(self) -> None:
-        """Start an epoch."""
         self.epoch += 1
         self.ran = False
         self.done.clear()
@@ -173,11 +172,11 @@ def use_packed_linears(rounded: bool = False) -> Iterator[None]:
 
     With `rounded`, weights may be rounded to bfloat16.
     """
-    before, _mode.fast, _mode.rounded = (_mode.fast, _mode.rounded), True, rounded
+    before, mode.fast, mode.rounded = (mode.fast, mode.rounded), True, rounded
     try:
         yield
     finally:
-        _mode.fast, _mode.rounded = before
+        mode.fast, mode.rounded = before
 
 
 def has_fast_forward(module: nn.Module) -> bool:
@@ -186,10 +185,10 @@ def has_fast_forward(module: nn.Module) -> bool:
 
 
 def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
-    """Return faster forwards for the linear layers among modules."""
-    linears = [part for part in modules if type(part) is nn.Linear and _is_suitable(part)]
     forwards: dict[nn.Module, Callable[..., Any]] = {}
-    for linear in linears:
+    for linear in modules:
+        if type(linear) is not nn.Linear or not _is_suitable(linear):
+            continue
         if (forms := _packed_forms_for(linear)) is not None:
             forwards[linear] = _PackedForward(linear, forms)
         elif linear.weight.dtype == torch.float32:
@@ -202,7 +201,6 @@ def _is_suitable(module: nn.Linear) -> bool:
 
 
 def _packed_forms_for(module: nn.Linear) -> PackedForms | None:
-    """Return the packed forms of a layer's current weight."""
     return packed_weights_of(module.weight) if _has_packable_weight(module) else None
 
 
@@ -227,11 +225,6 @@ def _is_packable(weight: Tensor | None) -> bool:
 def _versions(weights: Sequence[Tensor]) -> list[int]:
     """Return the counters of in-place changes; inference tensors have none."""
     return [-1 if weight.is_inference() else weight._version for weight in weights]
-
-
-def reads_rounded_weights() -> bool:
-    """Return True if this thread may read weights that were rounded for drafts."""
-    return _mode.rounded
 
 
 def kernel_weight(linear: nn.Linear | Tensor, rows: int) -> PackedWeight | Tensor | None:
@@ -281,7 +274,7 @@ class _PackedForward:
         `least` overrides the measured least number of rows.
         """
         forms = self._forms
-        exact, rounded = forms.exact, forms.rounded if _mode.rounded else None
+        exact, rounded = forms.exact, forms.rounded if mode.rounded else None
         if rounded is not None and (exact is None or rows <= rounded_rows()):
             return rounded
         if least is None:
@@ -292,7 +285,7 @@ class _PackedForward:
         """Compute the linear layer."""
         width = self._width
         other = input.dtype != self._dtype or input.shape[-1] != width
-        if other or not _mode.fast or _is_left_alone():
+        if other or not mode.fast or _is_left_alone():
             return self._plain(input)
         rows = input.numel() // width
         if (packed := self.packed(rows)) is not None:
@@ -313,7 +306,7 @@ def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
         weight, bias = module.weight, module.bias
         rows = input.numel() // width
         if (
-            not _mode.fast
+            not mode.fast
             or rows not in TRANSPOSED_ROWS
             or not input.dtype == weight.dtype == torch.float32
             or input.shape[-1] != width
