@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -99,8 +98,7 @@ def implementation(tensor: Tensor, impl: str, source: Path) -> str:
         if (obstacle := _obstacle(source)) is not None:
             raise ValueError(f"impl='cpp' cannot run here: {obstacle}; use impl='torch'")
         return "cpp"
-    if impl not in IMPLEMENTATIONS:
-        _raise_unknown(impl, (*IMPLEMENTATIONS, "cpp"))
+    _check(impl, (*IMPLEMENTATIONS, "cpp"))
     if serves(tensor, impl):
         return "triton"
     auto = impl == _preferred == "auto" and not (tensor.requires_grad and torch.is_grad_enabled())
@@ -110,7 +108,7 @@ def implementation(tensor: Tensor, impl: str, source: Path) -> str:
 
 @cache
 def _obstacle(source: Path) -> str | None:
-    """Return why a C++ file cannot be used on this machine; None if it can."""
+    """Return why a C++ file cannot be used on this machine, or None."""
     try:
         load(source)
     except BuildError as error:
@@ -129,13 +127,9 @@ def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def _check(impl: str) -> None:
-    if impl not in IMPLEMENTATIONS:
-        _raise_unknown(impl, IMPLEMENTATIONS)
-
-
-def _raise_unknown(impl: str, choices: Sequence[str]) -> NoReturn:
-    raise ValueError(f"impl={impl!r}; choose {', '.join(choices)}")
+def _check(impl: str, choices: Sequence[str] = IMPLEMENTATIONS) -> None:
+    if impl not in choices:
+        raise ValueError(f"impl={impl!r}; choose {', '.join(choices)}")
 
 
 def check_tensor(
@@ -165,10 +159,9 @@ def check_tensor(
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         raise TypeError(f"{name} is {dtype}, it must be {names}")
     fits = len(sizes) == len(shape)
-    if fits:
-        for want, have in zip(shape, sizes, strict=True):
-            if want != have and want is not None:
-                fits = False
+    for want, have in zip(shape, sizes, strict=False):
+        if want != have and want is not None:
+            fits = False
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {tuple(sizes)}, expected ({wanted})")

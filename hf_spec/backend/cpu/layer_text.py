@@ -24,7 +24,7 @@ from hf_spec.backend.cpu.layer_values import (
 
 # Fewer tokens run on one thread.
 MIN_TOKENS = 8
-HEAD = """#include "decoder_layer/layer.h"
+HEAD = """#include "layer.h"
 
 extern "C" void run(const void* const* constants, const Weight* weights,
                     const Attention* attention, const Call* call) {

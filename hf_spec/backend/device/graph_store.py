@@ -20,7 +20,8 @@ from transformers import PreTrainedConfig
 _lock = threading.Lock()
 # One pool per model: pools of several batch sizes would take memory that a call may need.
 _stored: WeakKeyDictionary[nn.Module, StoredGraphs] = WeakKeyDictionary()
-_refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+# Models whose steps cannot be captured -> why.
+refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 @dataclass
@@ -69,20 +70,10 @@ def free() -> None:
         _stored.clear()
 
 
-def refuse(model: nn.Module, reason: str) -> None:
-    """Record that steps of `model` cannot be captured."""
-    _refusals[model] = reason
-
-
-def refusal(model: nn.Module) -> str | None:
-    """Return why an earlier capture failed; None if none did."""
-    return _refusals.get(model)
-
-
 def forget() -> None:
     """Free all stored graphs and forget earlier failures."""
     free()
-    _refusals.clear()
+    refusals.clear()
 
 
 def state_of(model: nn.Module) -> object:
@@ -94,7 +85,7 @@ def state_of(model: nn.Module) -> object:
 
 
 def _settings() -> tuple[object, ...]:
-    """Return the settings of PyTorch that decide which kernels a call launches."""
+    """Settings of PyTorch that decide which kernels a call launches."""
     matmul = torch.backends.cuda.matmul
     return (
         torch.is_inference_mode_enabled(),

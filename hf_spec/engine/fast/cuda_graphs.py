@@ -28,11 +28,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.backend.device import graph_store
-from hf_spec.backend.device.capture import switch
+from hf_spec.backend.device.capture import NoWaits, WaitError, switch
 from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.backend.device.placement import looks_for_outliers
 from hf_spec.backend.device.transfer import send
-from hf_spec.backend.device.waits import NoWaits, WaitError
 from hf_spec.engine.fast.graph_shapes import Bucket, Compute, Inputs, Shape
 from hf_spec.engine.forward.kv_pool import MAX_RESERVED, KVPool
 from hf_spec.engine.forward.step import PackedStep
@@ -124,7 +123,7 @@ class StepGraphs:
             level = logging.WARNING if wanted else logging.INFO
             _log_once(type(model).__name__, self.refusal, level)
         # Logged when it failed.
-        self.refusal = self.refusal or graph_store.refusal(model)
+        self.refusal = self.refusal or graph_store.refusals.get(model)
         self._memory: Any = None
         # Least recently used first.
         self._recorded: dict[Bucket, Shape] = {}
@@ -285,7 +284,7 @@ class StepGraphs:
         """Capture no more steps of the model, in later calls neither."""
         self.refusal = reason
         self.clear()
-        graph_store.refuse(self._model, reason)
+        graph_store.refusals[self._model] = reason
         _log_once(type(self._model).__name__, reason, logging.WARNING)
 
 

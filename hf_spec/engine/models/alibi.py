@@ -49,11 +49,10 @@ def tree_alibi(model: PreTrainedModel, key_positions: Tensor) -> Iterator[None]:
     if not uses_alibi(model):
         yield
         return
-
     bloom = model.config.model_type == "bloom"
     # Bloom calls a method of its decoder, Falcon a function of its module.
     owner: Any = model.transformer if bloom else modeling_falcon
-    with _replaced(owner, lambda plain: _tree_builder(plain, rounds=not bloom)):
+    with _replaced(owner, rounds=not bloom):
         before, _forward.key_positions = _forward.key_positions, key_positions
         try:
             yield
@@ -80,12 +79,12 @@ def _tree_builder(plain: Callable[..., Tensor], rounds: bool) -> Callable[..., T
 
 
 @contextmanager
-def _replaced(owner: Any, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the owner's builder by `make(builder)` while any block needs it."""
+def _replaced(owner: Any, rounds: bool) -> Iterator[None]:
+    """Replace the owner's builder while any block needs it."""
     with _lock:
         original, users = _patched.get(id(owner), (vars(owner).get(NAME), 0))
         if not users:
-            setattr(owner, NAME, make(getattr(owner, NAME)))
+            setattr(owner, NAME, _tree_builder(getattr(owner, NAME), rounds))
         _patched[id(owner)] = original, users + 1
     try:
         yield

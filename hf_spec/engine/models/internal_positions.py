@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,18 +26,14 @@ def tables_of(model: PreTrainedModel) -> list[nn.Module]:
     """Return the position tables of a model; none if it takes position ids."""
     if {"position_ids", "decoder_position_ids"} & set(inspect.signature(model.forward).parameters):
         return []
+    # The signature of the class: during a generation the module's own forward is replaced.
     return [
         module
         for module in model.modules()
         if isinstance(module, nn.Embedding)
-        # The signature of the class: during a generation the module's own forward is replaced.
-        and _counts_or_takes_positions(inspect.signature(type(module).forward).parameters)
+        and "position_ids" in (names := inspect.signature(type(module).forward).parameters)
+        and not names.keys().isdisjoint(CACHE_LENGTH_NAMES)
     ]
-
-
-def _counts_or_takes_positions(parameters: Collection[str]) -> bool:
-    """Return True for a table that counts cached tokens unless it is given positions."""
-    return "position_ids" in parameters and not set(CACHE_LENGTH_NAMES).isdisjoint(parameters)
 
 
 def padding_of(model: PreTrainedModel, attention_mask: Tensor) -> list[int]:

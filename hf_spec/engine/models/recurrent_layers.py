@@ -36,14 +36,9 @@ RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid")
 PASTLESS_LAYERS = ("moe", "mlp")
 
 
-def _writes_state(module: nn.Module) -> bool:
-    """Return True if a module writes a state into the cache, by its source code."""
-    kind: Any = type(module)
-    return _class_writes_state(kind)
-
-
 @cache
-def _class_writes_state(kind: Any) -> bool:
+def _writes_state(kind: Any) -> bool:
+    """Return True if modules of a class write a state into the cache, by their source code."""
     try:
         return ".update_conv_state(" in inspect.getsource(kind.forward)
     except (OSError, TypeError):
@@ -60,7 +55,7 @@ def _cache_name(module: nn.Module) -> str | None:
 
 def stateful_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that have a state in its cache."""
-    return [m for m in model.modules() if hasattr(m, "layer_idx") and _writes_state(m)]
+    return [m for m in model.modules() if hasattr(m, "layer_idx") and _writes_state(type(m))]
 
 
 def mixers_of(model: nn.Module) -> list[nn.Module]:
@@ -100,14 +95,12 @@ def resumes(model: PreTrainedModel) -> bool:
 
 def mixer_resumes(model: PreTrainedModel, mixer: nn.Module) -> bool:
     """Return True if one mixer can continue from a state with several tokens at once."""
-    return cached_per_model(
-        model, ("resumes", type(mixer)), lambda: _depends_on_state(model, mixer)
-    )
+    key = "resumes", type(mixer)
+    return cached_per_model(model, key, lambda: _depends_on_state(model, mixer))
 
 
 @torch.no_grad()
 def _depends_on_state(model: PreTrainedModel, module: nn.Module) -> bool:
-    """Return True if the result for two tokens depends on the state before them."""
     mixer = Mixer(module, num_rows=1, resumes=True)
     width = model.config.get_text_config().hidden_size
     inputs = torch.ones(1, 2, width, dtype=model.dtype, device=execution_device(module))
@@ -261,25 +254,29 @@ class Mixer:
         layer = LinearAttentionLayer()
         cache = Cache(layers=[layer] * (self.index + 1))
         if state is not None:
-            cache.update_conv_state(state[0], self.index)
-            for part in state[1:]:
-                cache.update_recurrent_state(part, self.index)
+            self._write(cache, state)
         # A scan that starts from zero is right for the first tokens of a sequence.
         parts = [inputs] if self._resumes or state is None else inputs.split(1, dim=1)
         plain: Any = self.module.forward
         plain = getattr(plain, "plain", plain)
         outputs = torch.cat([plain(p, **{self._cache_name: cache}) for p in parts], dim=1)
-        after = (layer.conv_states[0], layer.recurrent_states[0])
-        return outputs, [part for part in after if part is not None]
+        return outputs, _state_of(layer)
 
     def load(self, layer: Any) -> None:
         """Copy the states of all rows from the layer of a cache."""
-        after = (layer.conv_states[0], layer.recurrent_states[0])
-        self.states = {COMMITTED: [part.clone() for part in after if part is not None]}
+        self.states = {COMMITTED: [part.clone() for part in _state_of(layer)]}
 
     def export(self, cache: Cache) -> None:
         """Write the states of all rows into a new cache."""
-        parts = self.states[COMMITTED]
-        cache.update_conv_state(parts[0], self.index)
-        for part in parts[1:]:
+        self._write(cache, self.states[COMMITTED])
+
+    def _write(self, cache: Cache, state: State) -> None:
+        cache.update_conv_state(state[0], self.index)
+        for part in state[1:]:
             cache.update_recurrent_state(part, self.index)
+
+
+def _state_of(layer: Any) -> State:
+    """Return the state in the layer of a cache."""
+    parts = layer.conv_states[0], layer.recurrent_states[0]
+    return [part for part in parts if part is not None]

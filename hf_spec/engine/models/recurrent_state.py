@@ -112,7 +112,7 @@ class RecurrentMixers:
     def running(
         self, work: Sequence[RowWork], tree: DraftTree, inputs: PackedInputs | RectangularInputs
     ) -> Iterator[None]:
-        """MixerCall the mixers by row, for one forward pass of the model in this thread."""
+        """Call the mixers by row, for one forward pass of the model in this thread."""
         self._step = self._plan(work, tree, inputs)
         before, _running.mixers = _running.mixers, self
         try:
@@ -170,12 +170,10 @@ class RecurrentMixers:
         for w in work:
             if w.pending:
                 groups[len(w.pending), w.row in self._begun].append(w.row)
-        pending = [
-            MixerCall.of(
-                rows, [None] * len(rows), [inputs.pending[row] for row in rows], self._begun
-            )
-            for rows in groups.values()
-        ]
+        pending = []
+        for rows in groups.values():
+            index = [inputs.pending[row] for row in rows]
+            pending.append(MixerCall.of(rows, [None] * len(rows), index, self._begun))
         with_nodes = [w for w in work if w.nodes]
         nodes = Indices(inputs.nodes)
         if not with_nodes:

@@ -110,13 +110,17 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
     """Raise for models that cannot be given the positions or the mask of a tree."""
     config = model.config.get_text_config()
     reason = UNSUPPORTED.get(config.model_type)
+    has_positions = takes_positions(model) or uses_alibi(model) or bool(tables_of(model))
     # Encoders that can act as decoders also have cross attention; GPT-NeoX has `is_decoder` unused.
     encoder = getattr(config, "is_decoder", True) is False
     if encoder and hasattr(config, "add_cross_attention"):
         reason = "config.is_decoder is False, so tokens also attend to later ones"
     elif cache_parameter(model.forward) is None:
-        reason = _without_cache(model)
-    elif not _takes_positions(model) and num_attention_layers(config):
+        # Its forward may take the cache under a name that is not known.
+        unknown = unknown_cache_parameter(model.forward)
+        reason = f"its forward takes the cache as {unknown}=, which is unknown: {version_message()}"
+        reason = "it caches no keys and values" if unknown is None else reason
+    elif not has_positions and num_attention_layers(config):
         reason = "it takes no position_ids, so draft branches cannot be given their positions"
     elif "local" in (getattr(config, "attention_layers", None) or ()):
         reason = "the window of its local layers counts stored tokens, not positions"
@@ -124,18 +128,6 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
         reason = "transformers before 5.23 widens its mask; install a newer one"
     if reason is not None:
         raise UnsupportedError(f"{name} cannot decode draft trees: {reason}")
-
-
-def _without_cache(model: PreTrainedModel) -> str:
-    """Return why a model without a known cache parameter cannot be decoded."""
-    unknown = unknown_cache_parameter(model.forward)
-    if unknown is None:
-        return "it caches no keys and values"
-    return f"its forward takes the cache as {unknown}=, which is unknown: {version_message()}"
-
-
-def _takes_positions(model: PreTrainedModel) -> bool:
-    return takes_positions(model) or uses_alibi(model) or bool(tables_of(model))
 
 
 def limits_attention(model: PreTrainedModel) -> bool:
