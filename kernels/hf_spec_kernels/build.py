@@ -129,13 +129,8 @@ def _key(text: str, compiler: list[str], command: list[str]) -> str:
 @cache
 def _processor(compiler: tuple[str, ...]) -> bytes:
     """Return the predefined macros of a compiler, which describe it and this processor."""
-    process = subprocess.run(
-        [*compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull],
-        capture_output=True,
-        check=True,
-        timeout=SECONDS,
-    )
-    return process.stdout
+    command = [*compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, check=True, timeout=SECONDS).stdout
 
 
 def _build(command: list[str], text: str, path: Path) -> None:

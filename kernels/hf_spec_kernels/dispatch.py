@@ -72,11 +72,11 @@ def serves(tensor: Tensor, impl: str = "auto") -> bool:
             f"impl='triton' on a tensor on {tensor.device}: move it to a GPU, use impl='torch', or "
             "start Python with TRITON_INTERPRET=1"
         )
-    if tensor.is_cuda and capability(tensor.device) < MIN_CAPABILITY:
+    if tensor.is_cuda and (version := capability(tensor.device)) < MIN_CAPABILITY:
+        has, needs = (".".join(map(str, numbers)) for numbers in (version, MIN_CAPABILITY))
         raise ValueError(
-            f"impl='triton' on {tensor.device}, a GPU of compute capability "
-            f"{_dotted(capability(tensor.device))}: the kernels need "
-            f"{_dotted(MIN_CAPABILITY)}; use impl='torch'"
+            f"impl='triton' on {tensor.device}, a GPU of compute capability {has}: the kernels "
+            f"need {needs}; use impl='torch'"
         )
     return True
 
@@ -123,10 +123,6 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
-
-
 def _check(impl: str, choices: Sequence[str] = IMPLEMENTATIONS) -> None:
     if impl not in choices:
         raise ValueError(f"impl={impl!r}; choose {', '.join(choices)}")
@@ -139,14 +135,9 @@ def check_tensor(
     dtypes: torch.dtype | Sequence[torch.dtype],
     device: torch.device,
 ) -> None:
-    """Check a tensor before a kernel reads it; its last dimension must have stride 1, too.
+    """Check an argument before a kernel reads it; its last dimension must have stride 1, too.
 
-    Args:
-        name: of the argument, for the message.
-        tensor: the argument.
-        shape: expected shape, None for any size.
-        dtypes: one or several supported dtypes.
-        device: device of the other arguments.
+    Sizes of None in `shape` allow any; `device` is that of the other arguments.
 
     Raises:
         TypeError: for another dtype.

@@ -1,12 +1,9 @@
 """C++ of a decoder layer, generated from its traced graph.
 
 Tokens of a decoder layer interact in attention only. All other operations run token by token on
-vectors of known size, which a C++ compiler turns into fast loops. A loop is written for every
-result that is used more than once, reduced, multiplied by a weight or passed to attention.
-Operations in between become expressions in these loops, and views become other strides.
-
-Linear layers and attention call the same kernels as uncompiled layers. The result of a token has
-the same bits in every batch.
+vectors of known size, in a loop for every result that is used more than once, reduced, multiplied
+by a weight or passed to attention. Operations in between become expressions in these loops, and
+views become other strides. The result of a token has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -56,14 +53,9 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Attention of a layer.
+    """Attention of a layer; `keys` and `values` are the number of heads and the head size."""
 
-    Attributes:
-        window: sliding window as passed to `TracedStep.attend`.
-        dtype: dtype of queries, keys and values.
-        keys, values: number of heads and head size.
-    """
-
+    # As passed to `TracedStep.attend`.
     window: int | None
     dtype: torch.dtype
     keys: tuple[int, int]
@@ -112,11 +104,7 @@ def layer_source(graph: fx.Graph, num_constants: int = 0) -> LayerSource:
 
 
 class _Writer:
-    """Writes the nodes of a graph in order.
-
-    Attributes:
-        linears, attention: see `LayerSource`.
-    """
+    """Writes the nodes of a graph in order."""
 
     def __init__(self, text: LayerText, num_constants: int) -> None:
         self._num_constants = num_constants
@@ -142,7 +130,6 @@ class _Writer:
         self._values[node] = Value.of(leaf, tensor.dtype)
 
     def add_output(self, index: int, node: fx.Node) -> Value:
-        """Write a result to the caller's memory."""
         value: Value = self._get(node)
         axis = token_axis(value.shape)
         if axis is None or value.shape[:axis].numel() > 1:
@@ -334,13 +321,13 @@ class _Writer:
         if sinks is not None:
             logits = self._get(sinks).cast(torch.float32)
             added = [self._text.in_memory(logits, lambda form: form.is_contiguous())]
-        places = [f"{leaf.address}, {_steps(leaf)}" for leaf in leaves]
+        # Addresses, and strides between tokens and between heads of (1, H, T, D).
+        places = [f"{a.address}, {a.form.stride(2)}, {a.form.stride(1)}" for a in leaves]
         scale = constant(width**-0.5 if scaling is None else scaling)
+        store = "store(*attention, attention->"
         self._text.for_all(
-            f"store(*attention, attention->keys, call->places, {places[1]}, tokens, {kv_heads}, "
-            f"{width});\n"
-            f"store(*attention, attention->values, call->places, {places[2]}, tokens, {kv_heads}, "
-            f"{value_width});\n"
+            f"{store}keys, call->places, {places[1]}, tokens, {kv_heads}, {width});\n"
+            f"{store}values, call->places, {places[2]}, tokens, {kv_heads}, {value_width});\n"
             f"attend(*attention, call->layout, {places[0]}, {to.address}, "
             f"{added[0].address if added else 'nullptr'}, {scale}, {constant(softcap or 0.0)}, "
             f"{heads}, {kv_heads}, {width}, {value_width}, threads);",
@@ -349,7 +336,6 @@ class _Writer:
         return Value.of(to, dtype)
 
     def _argument(self, index: int) -> str:
-        """Return the C++ that reads the address of an input."""
         constants = self._num_constants
         return f"constants[{index}]" if index < constants else f"inputs[{index - constants}]"
 
@@ -377,8 +363,3 @@ def _size(size: Any) -> int:
         return size
     expression = size.node.expr
     return int(expression) if expression.is_number else TOKENS
-
-
-def _steps(leaf: Leaf) -> str:
-    """Return the strides between tokens and between heads of (1, H, T, D)."""
-    return f"{leaf.form.stride(2)}, {leaf.form.stride(1)}"

@@ -111,7 +111,6 @@ class LayerText:
         return "\n".join([*lines, "}", ""])
 
     def _given(self) -> list[str]:
-        """Return the declarations of the caller's memory."""
         lines = []
         for name, array in self._arrays.items():
             if array.given:
@@ -121,7 +120,7 @@ class LayerText:
         return lines
 
     def _scratch(self) -> list[str]:
-        """Return the declarations of the layer's scratch memory, one allocation."""
+        # One allocation for all.
         lines, arrays, end = [], [], "0"
         for name, array in self._arrays.items():
             if array.given or array.is_local:
@@ -135,7 +134,6 @@ class LayerText:
         return [*lines, f"char* const memory = scratch({end});", *arrays]
 
     def _loop(self, index: int, statements: Sequence[str]) -> list[str]:
-        """Return a loop over tokens."""
         lines = [
             "#pragma omp parallel for num_threads(threads) schedule(static) "
             f"if (threads > 1 && tokens >= {MIN_TOKENS})",

@@ -95,16 +95,11 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Value:
-    """Result of an operation: an expression of numbers in memory.
+    """Result of an operation: an expression of numbers in memory, rounded to a dtype."""
 
-    Attributes:
-        code: C++ with a `{}` for the number of each leaf.
-        leaves: operands in memory, broadcast to the value's shape.
-        shape: with `TOKENS` for the number of tokens.
-        dtype: dtype that the value is rounded to.
-    """
-
+    # C++ with a `{}` for the number of each leaf.
     code: str
+    # Broadcast to the value's shape, which has `TOKENS` for the number of tokens.
     leaves: tuple[Leaf, ...]
     shape: torch.Size
     dtype: torch.dtype
@@ -126,9 +121,8 @@ class Value:
 
     def expand(self, shape: torch.Size) -> Value:
         """Broadcast to a larger shape."""
-        return Value(
-            self.code, tuple(leaf.expand(shape) for leaf in self.leaves), shape, self.dtype
-        )
+        leaves = tuple(leaf.expand(shape) for leaf in self.leaves)
+        return Value(self.code, leaves, shape, self.dtype)
 
     def cast(self, dtype: torch.dtype) -> Value:
         """Return the value in another dtype."""
@@ -139,19 +133,14 @@ class Value:
 
 @dataclass
 class Array:
-    """Memory of a compiled layer.
-
-    Attributes:
-        size: count of numbers, per token if `by_token`.
-        by_token: whether every token has its own numbers.
-        given: C++ of the address in the caller's memory; empty for scratch memory.
-        used: indices of the parts of the source that use it.
-    """
+    """Memory of a compiled layer: `size` numbers, or `size` per token if `by_token`."""
 
     dtype: torch.dtype
     size: int
     by_token: bool
+    # C++ of the address in the caller's memory; empty for scratch memory.
     given: str = ""
+    # Indices of the parts of the source that use it.
     used: set[int] = field(default_factory=set)
 
     @property

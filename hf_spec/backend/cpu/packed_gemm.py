@@ -6,8 +6,7 @@ private operators of PyTorch. Each is checked on a sample, and measurements on t
 form per dtype, and per weight shape the numbers of rows for which `F.linear` is slower.
 
 The forms add in different order. In bfloat16 that changes tokens, so there our kernel runs all
-GEMMs if it can be built: the bits of a row do not depend on the number of rows. Drafts need not be
-exact, so for them there is a form with weights in bfloat16, which is less memory to read.
+GEMMs if it can be built. Drafts need not be exact: for them there are weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -57,15 +56,11 @@ class Form:
 
 
 class Rows(NamedTuple):
-    """Numbers of rows for which packed weights are used.
-
-    Attributes:
-        least, most: bounds, inclusive.
-        padded: fewer rows are padded to this number.
-    """
+    """Numbers of rows for which packed weights are used, bounds included."""
 
     least: int
     most: int
+    # Fewer rows are padded to this number.
     padded: int = 1
 
 
@@ -178,15 +173,10 @@ def _fastest_form(
     numbers_of_rows: Sequence[int],
     head_start: float = 1.0,
 ) -> Form:
-    """Return the form with the fastest GEMMs, on weights larger than any cache.
-
-    Forms after the first must be faster by the factor `head_start`.
-    """
+    """Return the fastest form; those after the first must be faster by the factor `head_start`."""
     size = 1024
-    weights = [
-        torch.full((size, size), 0.5, dtype=dtype)
-        for _ in range(TIMED_BYTES // (size * size * dtype.itemsize))
-    ]
+    count = TIMED_BYTES // (size * size * dtype.itemsize)
+    weights = [torch.full((size, size), 0.5, dtype=dtype) for _ in range(count)]
     timed = [(form.gemm, [form.pack(weight) for weight in weights]) for form in forms]
     seconds = [0.0] * len(forms)
     for rows in numbers_of_rows:
@@ -205,12 +195,8 @@ served: dict[tuple[Hashable, ...], Rows] = {}
 def packed_rows(weight: Tensor, pairs: Sequence[tuple[Tensor, Packed | None]]) -> Rows:
     """Return the numbers of rows for which weights of this shape are used packed on this machine.
 
-    `F.linear` can be faster at 1 and 2 rows and at long prompts. In the dtypes of `SAME_BITS` our
-    kernel runs every number of rows.
-
-    Args:
-        weight: a weight of the model.
-        pairs: all weights of the model and their packed forms, for timing.
+    `F.linear` can be faster at 1 and 2 rows and at long prompts. Timings use the `pairs`, all
+    weights of the model and their packed forms.
     """
     if weight.dtype in SAME_BITS and form_of(weight.dtype) is OWN:
         return EVERY_ROW
@@ -245,7 +231,6 @@ def _fastest_rows(pairs: Sequence[tuple[Tensor, Packed]]) -> Rows:
 
 @functools.cache
 def _most_rows(dtype: torch.dtype, num_threads: int) -> int:
-    """Return the most rows for which packed weights are used on this machine."""
     weights = [torch.ones(1024, 1024, dtype=dtype) for _ in range(2)]
     copies = [pack(weight) for weight in weights]
     states = torch.ones(256, 1024, dtype=dtype)

@@ -39,18 +39,12 @@ SAMPLED_WORD = 97
 
 @dataclass
 class PackedForms:
-    """Packed forms of one weight.
-
-    Attributes:
-        stamp: fingerprint of the weight that was packed.
-        exact: in the dtype of the weight.
-        rounded: in bfloat16, for drafts.
-        rows: numbers of rows for which `exact` is used.
-    """
+    """Packed forms of a weight with the fingerprint `stamp`; `rounded` is bfloat16, for drafts."""
 
     stamp: tuple[int, ...]
     exact: Packed | None = None
     rounded: Packed | None = None
+    # For which `exact` is used.
     rows: Rows = EVERY_ROW
 
     @property
@@ -110,9 +104,7 @@ def packed_weights_of(weight: Tensor) -> PackedForms | None:
 def pack_weights(weights: Sequence[Tensor], rounded: bool) -> None:
     """Pack weights that are new or have changed since they were packed; reads every weight once.
 
-    Args:
-        weights: of linear layers, on the CPU.
-        rounded: True for drafts: weights are rounded to bfloat16 where that is faster.
+    With `rounded`, for drafts, weights are rounded to bfloat16 where that is faster.
     """
     with _cache.lock:
         if _cache.mode != "off":
@@ -162,7 +154,6 @@ def _stamp(weight: Tensor) -> tuple[int, ...]:
 
 
 def _mixed(words: Tensor) -> int:
-    """Return a sum of (N,) int64 that depends on their order."""
     return int((words * _odd_factors(len(words))).sum())
 
 

@@ -31,14 +31,10 @@ _lock = threading.Lock()
 
 @dataclass
 class Switch:
-    """Settings of generations that start from now on.
-
-    Attributes:
-        mode: one of `MODES`.
-        always_padded: True to pad steps as for graphs on every device, for tests without a GPU.
-    """
+    """Settings of generations that start from now on."""
 
     mode: str = "auto"
+    # Pad steps as for graphs on every device, for tests without a GPU.
     always_padded: bool = False
 
 
@@ -87,14 +83,10 @@ def padded_steps() -> Iterator[None]:
 
 @contextmanager
 def recording(device: torch.device, memory: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """Capture the launches of the block on `device`; none of them runs.
+    """Capture the launches of the block, all on `device`; none of them runs.
 
-    Args:
-        device: device of all launches.
-        memory: memory pool of the graph, from `torch.cuda.graph_pool_handle()`.
-
-    Yields:
-        The graph, complete after the block.
+    The graph that is yielded is complete after the block. Its memory pool `memory` comes from
+    `torch.cuda.graph_pool_handle()`.
     """
     graph = torch.cuda.CUDAGraph()
     # Autocast caches casts of the current weights and frees them at its end; a graph must cast in

@@ -59,12 +59,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Stopwatch:
-    """Sums of durations by name.
-
-    Attributes:
-        clock: marks the moments.
-        seconds: durations read so far, by name.
-    """
+    """Sums of durations by name; `seconds` holds those that were read so far."""
 
     def __init__(self, clock: Clock):
         self.clock = clock

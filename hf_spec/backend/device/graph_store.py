@@ -26,19 +26,13 @@ refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 @dataclass
 class StoredGraphs:
-    """CUDA graphs and the pool that they write to.
+    """CUDA graphs by shape, their CUDA memory pool, and the KV pool that they write to."""
 
-    Attributes:
-        key: settings of the call that recorded them, such as the batch size.
-        state: state of the model during the recording, see `state_of`.
-        capacity: tokens per slot of the pool.
-        buffers: keys and values of the pool by layer.
-        recorded: the graphs by shape.
-        memory: CUDA memory pool of the graphs.
-    """
-
+    # Settings of the call that recorded them, such as the batch size.
     key: Hashable
+    # `state_of` the model during the recording.
     state: object
+    # Tokens per slot of the KV pool, and its keys and values by layer.
     capacity: int
     buffers: tuple[dict[int, Tensor], dict[int, Tensor]]
     recorded: Any

@@ -1,15 +1,9 @@
 """Compiled decoder layers of one model: each layer is traced, generated as C++ and called once.
 
-On a CPU a third or more of a small step is spent on small operations that are called one by one. A
-compiled layer is a single call. Layers of one kind share a C++ function, so compiling takes seconds
-for a model of any depth. Everything around the layers (hidden states, virtual tokens, hooks) is
-unchanged.
-
-Compiling is opt-in: `hf_spec.compile(model)`, or `compile=True` of a strategy. The first call of
-every kind runs both compiled and uncompiled, and the results are compared. A layer runs uncompiled,
-and the log names the reason, if it cannot be traced, if its result differs, or if it reads state
-whose changes cannot be detected (`layer_state`). That state is checked before every forward pass.
-Compiled forwards are installed during a generation only (`ForwardOverrides`).
+On a CPU a third or more of a small step is spent on small operations that are called one by one.
+The first call of every kind runs both compiled and uncompiled, and the results are compared. A
+layer runs uncompiled, and the log names the reason, if it cannot be traced, if its result differs,
+or if it reads state whose changes cannot be detected (`layer_state`).
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,16 +52,11 @@ MAX_STEP_CALLS = 4
 
 
 class _ThreadSettings(threading.local):
-    """Settings of the calls that this thread runs.
-
-    Attributes:
-        compile: overrides `CompiledLayers.enabled` of every model unless it is None.
-        compiled: True if the current forward pass runs layers compiled.
-        uncompiled: True while layers must run uncompiled because Python code acts inside them.
-    """
-
+    # Overrides `CompiledLayers.enabled` of every model unless it is None.
     compile: bool | None = None
+    # True if the current forward pass runs layers compiled.
     compiled: bool = False
+    # True while layers must run uncompiled because Python code acts inside them.
     uncompiled: bool = False
 
 
@@ -75,37 +64,32 @@ _thread = _ThreadSettings()
 
 
 @contextmanager
-def _set(name: str, value: bool | None) -> Iterator[None]:
-    before = getattr(_thread, name)
-    setattr(_thread, name, value)
-    try:
-        yield
-    finally:
-        setattr(_thread, name, before)
-
-
-def compiling(wanted: bool | None) -> AbstractContextManager[None]:
+def compiling(wanted: bool | None) -> Iterator[None]:
     """Switch compiled layers on or off for all models that this thread runs inside the block.
 
     With None, `hf_spec.compile` of each model decides.
     """
-    return _set("compile", wanted)
+    before, _thread.compile = _thread.compile, wanted
+    try:
+        yield
+    finally:
+        _thread.compile = before
 
 
-def uncompiled() -> AbstractContextManager[None]:
+@contextmanager
+def uncompiled() -> Iterator[None]:
     """Run layers uncompiled in this thread, for hooks that act inside them."""
-    return _set("uncompiled", True)
+    before, _thread.uncompiled = _thread.uncompiled, True
+    try:
+        yield
+    finally:
+        _thread.uncompiled = before
 
 
 # Errors of a layer that cannot be traced or compiled.
 REASONS = (
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(AssertionError, AttributeError, LookupError, OSError),
+    *(RuntimeError, TypeError, ValueError),
 )
 
 _lock = threading.RLock()
@@ -404,7 +388,6 @@ class CompiledLayer:
 
 
 def _step_call(step: PackedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-    """Return the arguments of a layer, cached in the step with their keys."""
     for call in step.layer_calls:
         if call.repeat(args, kwargs):
             return call
@@ -415,7 +398,6 @@ def _step_call(step: PackedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _obstacle(layer: nn.Module) -> str | None:
-    """Return why a layer cannot be compiled, or None; the first call may still find a reason."""
     if layer.training:
         return "it is in training mode"
     if (reason := _weights_obstacle(tensors_of(layer).values())) is not None:
@@ -436,10 +418,7 @@ def _obstacle(layer: nn.Module) -> str | None:
 
 
 def _is_harmless(hook: Callable[..., Any]) -> bool:
-    """Return True for hooks of transformers, which collect outputs, and of hf_spec.
-
-    Where hooks of hf_spec act inside a layer, it runs inside `uncompiled`.
-    """
+    # Hooks of transformers collect outputs. Layers in which those of hf_spec act run `uncompiled`.
     return getattr(hook, "__module__", "").partition(".")[0] in ("transformers", "hf_spec")
 
 

@@ -7,12 +7,7 @@ layout on the device, so the lengths of the KV cache need no sizes of their own.
 grows, its addresses change and steps are captured again.
 
 A shape runs twice before it is captured; the second run raises if an operation synchronizes with
-the device. A step runs in the smallest captured shape that holds it. Graphs are stored with the
-pool for later calls on the model (see `graph_store`). Models that cannot be captured (see
-`obstacle`) run without graphs, and the log names the reason once.
-
-When the device runs out of memory, all graphs, stored pools and unused capacity are freed, the step
-runs again, and the rest of the call runs without graphs.
+the device. A step runs in the smallest captured shape that holds it.
 """
 
 from __future__ import annotations
@@ -83,6 +78,9 @@ def _module_obstacle(module: nn.Module) -> str | None:
 
 class StepGraphs:
     """Runs the packed steps of one model, as CUDA graphs if possible.
+
+    When the device runs out of memory, all graphs, stored pools and unused capacity are freed, the
+    step runs again, and the rest of the call runs without graphs.
 
     Args:
         model: runs the steps.
@@ -176,9 +174,8 @@ class StepGraphs:
     def put(self, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
         """Return the tensors on the device, sent in one transfer with the layout of the step."""
         hosted = [t for t in tensors if t.device.type == "cpu"]
-        sent = iter(
-            step.send(self._device, *hosted) if self._kernels else send(hosted, self._device)
-        )
+        device = self._device
+        sent = iter(step.send(device, *hosted) if self._kernels else send(hosted, device))
         return [next(sent) if t.device.type == "cpu" else t for t in tensors]
 
     def clear(self) -> None:
@@ -193,16 +190,13 @@ class StepGraphs:
         pool.before_resize = None
         small = pool.capacity * pool.num_slots <= MAX_STORED_TOKENS
         if self._key is not None and self._recorded and small:
-            buffers = pool.keys, pool.values
-            graphs = StoredGraphs(
-                self._key, self._state, pool.capacity, buffers, self._recorded, self._memory
-            )
+            buffers, recorded = (pool.keys, pool.values), (self._recorded, self._memory)
+            graphs = StoredGraphs(self._key, self._state, pool.capacity, buffers, *recorded)
             graph_store.put(self._owner, graphs)
             pool.keys, pool.values, self._recorded = {}, {}, {}
         self.clear()
 
     def _begin(self, length: int) -> None:
-        """Take graphs and pool of an earlier call, and reserve `length` tokens."""
         pool = self._pool
         if self._key is not None and not pool.keys:
             first = min(length, MAX_RESERVED // pool.num_slots)
@@ -215,7 +209,6 @@ class StepGraphs:
         pool.expect(length)
 
     def _free_memory(self) -> None:
-        """Free all graphs, stored pools and unused capacity; run without graphs from now on."""
         if self.refusal is None:
             self.refusal = OUT_OF_MEMORY
             _log_once(type(self._model).__name__, OUT_OF_MEMORY, logging.WARNING)
@@ -230,25 +223,23 @@ class StepGraphs:
         return len(tensors[0]) <= MAX_TOKENS and longest <= MAX_QUERIES
 
     def _fitting(self, inputs: Inputs) -> Shape | None:
-        """Return the smallest captured shape that holds a step, and mark it as used last."""
         bucket = min((bucket for bucket in self._recorded if bucket.holds(inputs)), default=None)
         if bucket is None:
             return None
-        self._recorded[bucket] = self._recorded.pop(bucket)
-        return self._recorded[bucket]
+        # Mark it as used last.
+        shape = self._recorded[bucket] = self._recorded.pop(bucket)
+        return shape
 
     def _warming(self, inputs: Inputs) -> Shape:
-        """Return a shape that is not captured yet; drop the least recently used one if needed."""
         bucket = Bucket.of(inputs)
-        capacity = self._pool.capacity
-        shape = self._warm.pop(bucket, None) or Shape(bucket, inputs, capacity, self._device)
+        shape = self._warm.pop(bucket, None)
+        shape = shape or Shape(bucket, inputs, self._pool.capacity, self._device)
         self._warm[bucket] = shape
         if len(self._warm) > MAX_GRAPHS:
             del self._warm[next(iter(self._warm))]
         return shape
 
     def _try(self, compute: Compute, shape: Shape) -> list[Tensor]:
-        """Run a step without a graph; the last run before a capture must not synchronize."""
         if self.refusal is None and shape.uses == WARM_UPS:
             try:
                 with NoWaits(self._device):
@@ -281,7 +272,6 @@ class StepGraphs:
         return sum(shape.nbytes for shape in self._recorded.values())
 
     def _refuse(self, reason: str) -> None:
-        """Capture no more steps of the model, in later calls neither."""
         self.refusal = reason
         self.clear()
         graph_store.refusals[self._model] = reason

@@ -18,16 +18,11 @@ from hf_spec.engine.forward.step import LayerTraits, PackedStep
 
 
 class _Table(NamedTuple):
-    """What calls with one number of tokens have in common.
-
-    Attributes:
-        address: of the array of `Weight`.
-        outputs: shapes and dtypes of the results.
-        alive: the array, and the weights that it points to.
-    """
+    """Address of the array of `Weight`, and the results, for one number of tokens."""
 
     address: int
     outputs: list[tuple[torch.Size, torch.dtype]]
+    # The array, and the weights that it points to.
     alive: object
 
 
@@ -42,11 +37,8 @@ class _Buffers(NamedTuple):
 class BoundLayer:
     """Runs a compiled layer with the weights of one decoder layer; threads may share it.
 
-    Args:
-        function: compiled for layers of this kind.
-        weights: the layer's parameters and buffers, in the order in which it was traced.
-        layer: the layer.
-        attention: the layer's attention, which registers with every step.
+    The `weights` are the layer's parameters and buffers, in the order in which it was traced. Its
+    `attention` registers with every step.
     """
 
     def __init__(
@@ -80,11 +72,9 @@ class BoundLayer:
             return None
         states = call.tensors[0]
         results = [states.new_empty(shape, dtype=dtype) for shape, dtype in table.outputs]
-        if buffers is None:
-            function.run(self._constants, table.address, None, call.arguments(None, results))
-        else:
-            arguments = call.arguments(step, results)
-            function.run(self._constants, table.address, buffers.address, arguments)
+        arguments = call.arguments(None if buffers is None else step, results)
+        attention = None if buffers is None else buffers.address
+        function.run(self._constants, table.address, attention, arguments)
         return function.result(results)
 
     def _make_table(self, tokens: int) -> _Table | None:
@@ -114,9 +104,8 @@ class BoundLayer:
             if traits.storage != index:
                 return None
             # The first tokens of a generation.
-            pool.layer(
-                index, *(_no_tokens(heads, plan.dtype) for heads in (plan.keys, plan.values))
-            )
+            shapes = [(1, heads, 0, width) for heads, width in (plan.keys, plan.values)]
+            pool.layer(index, *(torch.empty(shape, dtype=plan.dtype) for shape in shapes))
         keys = pool.keys[traits.storage]
         if keys.dtype != plan.dtype or step.addresses is None:
             return None
@@ -137,9 +126,3 @@ def _attention(plan: AttentionPlan, traits: LayerTraits, keys: Tensor, values: T
     attention.values.point_to(values)
     attention.window, attention.chunk = traits.window_of(plan.window) or 0, traits.chunk or 0
     return attention
-
-
-def _no_tokens(heads: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return (1, H, 0, D) keys or values, which fix the shape of a pool's buffer."""
-    count, width = heads
-    return torch.empty(1, count, 0, width, dtype=dtype)

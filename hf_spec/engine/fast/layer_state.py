@@ -1,12 +1,10 @@
 """Python state that compiled layers were traced with, and a cheap check that it is unchanged.
 
 Tracing turns everything that Python reads into constants: attributes of modules and of objects in
-them, configs, functions, class attributes, globals of the modeling file. `LayerState` collects them
-in two forms. *Keys* are equal for layers that compute the same with other weights. *Views* are
-compared by identity before every forward pass, which takes less than 1% of it.
-
-A layer that reads state that cannot be compared is not compiled (`UnwatchableError`). Functions of
-PyTorch, NumPy and the standard library are not followed.
+them, configs, functions, class attributes, globals of the modeling file. *Keys* of this state are
+equal for layers that compute the same with other weights. *Views* of it are compared by identity
+before every forward pass, which takes less than 1% of it. Functions of PyTorch, NumPy and the
+standard library are not followed.
 """
 
 from __future__ import annotations
@@ -39,12 +37,8 @@ CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 OPAQUE = (
     *(types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType, re.Pattern),
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType),
-    *(
-        types.MemberDescriptorType,
-        logging.Logger,
-        torch._ops.OpOverloadPacket,
-        torch._ops.OpOverload,
-    ),
+    *(types.MemberDescriptorType, logging.Logger),
+    *(torch._ops.OpOverloadPacket, torch._ops.OpOverload),
 )
 # Packages whose functions and classes are compared by identity and not followed.
 TRUSTED = {*sys.stdlib_module_names, "torch", "numpy"}
@@ -99,7 +93,7 @@ class LayerState:
         """Add a layer; return a key of its modules, their attributes and shapes of their tensors.
 
         Raises:
-            UnwatchableError: if it reads state that cannot be watched.
+            UnwatchableError: for state that cannot be watched; `seal` raises it as well.
         """
         parts = []
         for name, module in layer.named_modules():
@@ -117,11 +111,7 @@ class LayerState:
         return tuple(parts), shapes
 
     def seal(self) -> Hashable:
-        """Follow the code of all layers that were added; return its key.
-
-        Raises:
-            UnwatchableError: if it reads state that cannot be watched.
-        """
+        """Follow the code of all layers that were added; return its key."""
         return _Reach(self, self._roots).key()
 
     def holds(self) -> bool:
@@ -138,11 +128,7 @@ class LayerState:
             return False
 
     def value(self, value: Any, where: str) -> Hashable:
-        """Watch a value that layers may read; return its key.
-
-        Raises:
-            UnwatchableError: names the location `where` and the type.
-        """
+        """Watch a value that layers may read at the location `where`; return its key."""
         if isinstance(value, ATOMS):
             return type(value), repr(value) if isinstance(value, (float, complex)) else value
         if id(value) not in self._keys:
@@ -195,7 +181,7 @@ class LayerState:
             raise UnwatchableError(f"{where} holds a module that is not a submodule")
         if isinstance(value, (dict, collections.UserDict)):
             self.watch_sized(value)
-            self.view(_entries, value)
+            self.view(lambda values: (*values, *values.values()), value)
             parts = (self.value(part, f"{where}[{key!r}]") for key, part in value.items())
             return type(value).__name__, tuple(map(self._name, value)), tuple(parts)
         if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
@@ -332,15 +318,13 @@ def _is_of(package: str, value: type) -> bool:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names of globals and attributes in a function and in functions defined in it.
-
-    Strings are included, since `getattr` takes them.
-    """
+    """Return the names of globals and attributes in a function and in functions defined in it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _names_in(constant)
         elif isinstance(constant, str) and constant.isidentifier():
+            # `getattr` may take it.
             names.add(constant)
     return names
 
@@ -349,10 +333,6 @@ def _slots(kind: type) -> list[str]:
     names = (vars(base).get("__slots__", ()) for base in kind.__mro__)
     flat = chain.from_iterable([n] if isinstance(n, str) else n for n in names)
     return [name for name in flat if name not in ("__dict__", "__weakref__")]
-
-
-def _entries(values: Any) -> tuple[Any, ...]:
-    return (*values, *values.values())
 
 
 def _cell(cell: types.CellType) -> tuple[Any, ...]:

@@ -1,9 +1,7 @@
 """Compiling a decoder layer: trace it on tensors without data, generate C++, build it.
 
-Linear layers and attention are traced as custom operations. The compiled layer calls the same
-kernels for them as an uncompiled one: packed weights, and attention on the KV pool. Weights are
-inputs, so layers of one kind share one C++ function. Tracing uses private tools of PyTorch; a layer
-on which they fail runs uncompiled.
+Linear layers and attention are traced as custom operations, for which the compiled layer calls the
+same kernels as an uncompiled one. Weights are inputs, so layers of one kind share one C++ function.
 """
 
 from __future__ import annotations
@@ -40,17 +38,11 @@ TRACED_TOKENS = 3
 
 @dataclass(frozen=True, eq=False)
 class LayerFunction:
-    """C++ function of decoder layers and calls of one kind.
-
-    Attributes:
-        run: the function, see `build_layer`.
-        source: its C++ source and the order of its arguments.
-        results: per part of the layer's result, True for a tensor and False for None.
-        is_tuple: whether the layer returns a tuple.
-    """
+    """C++ function of decoder layers and calls of one kind; see `build_layer` for `run`."""
 
     run: Callable[..., None]
     source: LayerSource
+    # Per part of the layer's result, True for a tensor and False for None.
     results: tuple[bool, ...]
     is_tuple: bool
 
@@ -222,9 +214,7 @@ def compile_layer(
     """Compile calls of one kind for all layers of one kind.
 
     Raises:
-        SourceError: if there is no C++ for an operation.
-        BuildError: if the C++ cannot be built.
-        Exception: any error of PyTorch's tracing tools.
+        Exception: `SourceError`, `BuildError`, or any error of PyTorch's tracing tools.
     """
     if call.program_key is None:
         raise SourceError("an argument is neither a tensor nor a plain value")
@@ -281,12 +271,10 @@ def _muted_tracing_log() -> Iterator[None]:
 
 
 def _check_lengths(shapes: Any) -> None:
-    """Raise an error if the traced code holds for some numbers of tokens only.
-
-    `shapes.guards` are the branches taken on the number of tokens, as in `if states.shape[1] < 8`.
-    """
+    """Raise an error if the traced code holds for some numbers of tokens only."""
     from sympy import lambdify
 
+    # Branches taken on the number of tokens, as in `if states.shape[1] < 8`.
     for guard in shapes.guards:
         numbers = list(guard.expr.free_symbols)
         holds = lambdify(numbers, guard.expr, "math")
@@ -323,10 +311,8 @@ def as_tuple(result: Any) -> tuple[Any, ...]:
 
 
 def _copy(layer: nn.Module) -> nn.Module:
-    """Return a copy with shared weights, without hooks and overridden forwards.
-
-    Other threads may be running the layer itself.
-    """
+    """Return a copy with shared weights, without hooks and overridden forwards."""
+    # Other threads may be running the layer itself.
     shared: list[Any] = [*tensors_of(layer).values()]
     for module in layer.modules():
         shared += [vars(module)[name] for name in ("config", "forward") if name in vars(module)]
@@ -339,12 +325,10 @@ def _copy(layer: nn.Module) -> nn.Module:
 
 
 def _token_axis(tensor: Tensor, tokens: int) -> int | None:
-    """Return the axis of an input that counts tokens; None if there is none.
-
-    A single token is expected where models have it: (1, T, ...) states or (T,) positions.
-    """
+    """Return the axis of an input that counts tokens; None if there is none."""
     if tokens > 1:
         return next((axis for axis, size in enumerate(tensor.shape) if size == tokens), None)
+    # A single token is expected where models have it: (1, T, ...) states or (T,) positions.
     axis = min(1, tensor.ndim - 1)
     return axis if tensor.ndim in (1, 2, 3) and tensor.shape[axis] == 1 else None
 

@@ -21,7 +21,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from hf_spec_kernels.packed_linear import PackedWeight
@@ -48,14 +48,11 @@ NOT_PACKED = PackedForms(())
 
 
 class ThreadMode(threading.local):
-    """Settings of the forward pass that this thread runs.
+    """Settings of the forward pass that this thread runs."""
 
-    Attributes:
-        fast: True inside `use_packed_linears`.
-        rounded: True if weights may be rounded to bfloat16, for drafts.
-    """
-
+    # True inside `use_packed_linears`.
     fast: bool = False
+    # True if weights may be rounded to bfloat16, for drafts.
     rounded: bool = False
 
 
@@ -69,19 +66,15 @@ class _Checks(threading.local):
 
     They are compared again after code ran that may have changed them, such as a nested call by a
     logits processor that merges an adapter.
-
-    Attributes:
-        epoch: number of times that all comparisons became outdated.
-        sessions: number of open sessions of this thread.
-        ran: True if a forward pass ran in this epoch.
-        done: (id of the weight, rounded) of weights that were compared in this epoch.
     """
 
-    epoch: int = 0
-    sessions: int = 0
-    ran: bool = False
-
     def __init__(self) -> None:
+        # Number of times that all comparisons became outdated.
+        self.epoch = 0
+        self.open_sessions = 0
+        # True if a forward pass ran in this epoch.
+        self.ran = False
+        # (id of the weight, rounded) of weights that were compared in this epoch.
         self.done: set[tuple[int, bool]] = set()
 
     def renew(self) -> None:
@@ -92,13 +85,13 @@ class _Checks(threading.local):
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         """Count a session. Code that ran before or inside it may have changed weights."""
-        if self.ran or not self.sessions:
+        if self.ran or not self.open_sessions:
             self.renew()
-        self.sessions += 1
+        self.open_sessions += 1
         try:
             yield
         finally:
-            self.sessions -= 1
+            self.open_sessions -= 1
             if self.ran:
                 self.renew()
 
@@ -110,10 +103,7 @@ class PackedLinears:
     """Linear layers of a model whose weights can be packed, during one generation."""
 
     def __init__(self, modules: Sequence[nn.Module], rounded: bool):
-        suitable = (module for module in modules if type(module) is nn.Linear)
-        self._linears = [
-            linear for linear in suitable if has_fast_forward(linear) or _is_suitable(linear)
-        ]
+        self._linears = [m for m in modules if has_fast_forward(m) or _is_suitable(m)]
         self._rounded = rounded
         self._compare()
 
@@ -168,10 +158,7 @@ def packed_changes() -> int:
 
 @contextlib.contextmanager
 def use_packed_linears(rounded: bool = False) -> Iterator[None]:
-    """Run the installed forwards of this thread with packed weights inside the block.
-
-    With `rounded`, weights may be rounded to bfloat16.
-    """
+    """Run the installed forwards of this thread with packed weights inside the block."""
     before, mode.fast, mode.rounded = (mode.fast, mode.rounded), True, rounded
     try:
         yield
@@ -187,7 +174,7 @@ def has_fast_forward(module: nn.Module) -> bool:
 def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for linear in modules:
-        if type(linear) is not nn.Linear or not _is_suitable(linear):
+        if not _is_suitable(linear):
             continue
         if (forms := _packed_forms_for(linear)) is not None:
             forwards[linear] = _PackedForward(linear, forms)
@@ -196,8 +183,9 @@ def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., An
     return forwards
 
 
-def _is_suitable(module: nn.Linear) -> bool:
-    return "forward" not in module.__dict__ and _has_packable_weight(module)
+def _is_suitable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
+    return is_plain and _has_packable_weight(module)
 
 
 def _packed_forms_for(module: nn.Linear) -> PackedForms | None:
@@ -243,12 +231,9 @@ def kernel_weight(linear: nn.Linear | Tensor, rows: int) -> PackedWeight | Tenso
 
 
 class _PackedForward:
-    """Forward of a linear layer with packed weights; falls back to `F.linear`.
+    """Forward of a linear layer with packed weights; falls back to `F.linear`."""
 
-    Attributes:
-        changes: class-wide counter of `bind` calls that changed the packed weights.
-    """
-
+    # Number of `bind` calls of all modules that changed the packed weights.
     changes = 0
 
     def __init__(self, module: nn.Linear, forms: PackedForms):
@@ -269,10 +254,7 @@ class _PackedForward:
         return F.linear(states, self._module.weight, self._module.bias)
 
     def packed(self, rows: int, least: int | None = None) -> Packed | None:
-        """Return the packed weight that this thread uses for `rows` rows; None for `F.linear`.
-
-        `least` overrides the measured least number of rows.
-        """
+        """Return the packed weight to use for `rows` rows, from `least` on; None for `F.linear`."""
         forms = self._forms
         exact, rounded = forms.exact, forms.rounded if mode.rounded else None
         if rounded is not None and (exact is None or rows <= rounded_rows()):

@@ -1,11 +1,9 @@
 """ALiBi (Press et al. 2021, arXiv 2108.12409) for token trees, on Bloom and Falcon.
 
 These models compute their position bias from a 2D padding mask, which a 4D tree mask breaks. Adding
-a constant per query does not change a softmax, so the bias is slope * key position. With true key
-positions it holds for trees, ragged rows and reused slots.
-
-The model's builder of the bias is replaced while any forward pass needs it. The replacement uses
-the key positions of the forward pass in its own thread, and calls the original without any.
+a constant per query does not change a softmax, so the bias is slope * key position. The models'
+builder of the bias is replaced while any forward pass needs it, and uses the key positions of the
+forward pass in its own thread.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ def uses_alibi(model: PreTrainedModel) -> bool:
 
 
 class _Forward(threading.local):
-    """(B, S) int64 true positions of the keys in the forward pass of this thread."""
-
+    # (B, S) int64 true positions of the keys in the forward pass of this thread.
     key_positions: Tensor | None = None
 
 

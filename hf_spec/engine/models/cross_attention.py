@@ -1,8 +1,8 @@
 """Decoders that attend to the output of an encoder beside their own tokens, such as Whisper's.
 
-The encoder runs once, before the first token. The keys and values of the cross attention, one line
-per row, are computed from its output in the decoder's first forward pass and cached; drafts do not
-change them. They form a rectangle, so these decoders take the rectangular path.
+The keys and values of the cross attention, one line per row, are computed in the decoder's first
+forward pass and cached; drafts do not change them. They form a rectangle, so these decoders take
+the rectangular path.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Positions of tree tokens for models that take no `position_ids` and count cached tokens instead.
 
-Decoders of the BART family look positions up in a table of their own, which is given the number of
-cached tokens. In a tree that number is not the position of a token. During a generation the tables
-use the position ids of the forward pass that runs in their thread; outside of one they count.
-
-Counting treats padding as tokens. `padding_of` shifts the position ids in the same way.
+Decoders of the BART family look positions up in a table of their own by the number of cached
+tokens. During a generation the tables use the position ids of the forward pass that runs in their
+thread; outside of one they count. Counting treats padding as tokens (`padding_of`).
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ def padding_of(model: PreTrainedModel, attention_mask: Tensor) -> list[int]:
 
 
 class _Forward(threading.local):
-    """(B, T) int64 position ids of the forward pass of this thread."""
-
+    # (B, T) int64 position ids of the forward pass of this thread.
     positions: Tensor | None = None
 
 

@@ -1,8 +1,7 @@
 """Position scaling of queries in layers that read it from the cache and not from `position_ids`.
 
-Layers of Llama 4 without rotary positions scale each query by its position, computed as the length
-of the cache plus the token's index in the forward pass. Neither is meaningful in a packed step. A
-cache that reports the difference of both for every token restores the right positions.
+Layers of Llama 4 without rotary positions take the length of the cache plus the token's index in
+the forward pass as a position. A cache that reports the difference restores the right positions.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ def scales_queries(model: PreTrainedModel) -> bool:
 class QueryPositions:
     """Cache stand-in for one packed step; it stores nothing and reports token positions.
 
-    Args:
-        positions: (T,) int64, position of every token in plain `generate()`, which counts padding.
+    The (T,) int64 `positions` are those in plain `generate()`, which counts padding.
     """
 
     def __init__(self, positions: Tensor):

@@ -1,8 +1,7 @@
 """Recurrent mixers: which modules they are, the states of their rows, and a call of one mixer.
 
 A *mixer* is a module of transformers that caches a state of a sequence instead of keys and values:
-linear attention, a state-space model or a short convolution. `recurrent_state` decides which tokens
-it is called with.
+linear attention, a state-space model or a short convolution.
 """
 
 from __future__ import annotations
@@ -87,14 +86,13 @@ def _kinds(config: PreTrainedConfig) -> list[str]:
 def resumes(model: PreTrainedModel) -> bool:
     """Return True if all mixers can continue from a state with several tokens at once.
 
-    The scan of Mamba-1 in transformers (5.23) starts from zero when it is called with more than
-    one token. Tested once per model.
+    The scan of Mamba-1 in transformers (5.23) starts from zero when it gets more than one token.
     """
     return all(mixer_resumes(model, mixer) for mixer in mixers_of(model))
 
 
 def mixer_resumes(model: PreTrainedModel, mixer: nn.Module) -> bool:
-    """Return True if one mixer can continue from a state with several tokens at once."""
+    """Return `resumes` of one mixer, tested once per model."""
     key = "resumes", type(mixer)
     return cached_per_model(model, key, lambda: _depends_on_state(model, mixer))
 

@@ -47,8 +47,7 @@ MAX_ENDS = 4
 
 
 class _Running(threading.local):
-    """The mixers whose model runs a forward pass in this thread."""
-
+    # Those whose model runs a forward pass in this thread.
     mixers: RecurrentMixers | None = None
 
 
@@ -58,7 +57,7 @@ _overrides = ForwardOverrides()
 
 
 class _Forward:
-    """Forward of a mixer: that of the generation in this thread, or `plain` without one."""
+    """Forward of a mixer in the generation of this thread; `plain` without one."""
 
     def __init__(self, module: nn.Module):
         self.plain = module.forward
@@ -73,17 +72,11 @@ class _Forward:
 
 @dataclass
 class _Round:
-    """Bookkeeping shared by all mixers between two calls of `keep`.
+    """Bookkeeping of all mixers between two calls of `keep`; nodes are (row, offset from root)."""
 
-    A node is given by its row and its offset from the root.
-
-    Attributes:
-        inputs: node that has run -> index among the stored inputs.
-        ends: node at the end of a path -> the state after it.
-        num_batches: number of batches of such states so far.
-    """
-
+    # Node that has run -> index among the stored inputs.
     inputs: dict[tuple[int, int], int] = field(default_factory=dict)
+    # Node at the end of a path -> the state after it, and how many batches of these there are.
     ends: dict[tuple[int, int], Start] = field(default_factory=dict)
     num_batches: int = 0
 

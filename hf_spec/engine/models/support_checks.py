@@ -24,9 +24,7 @@ from hf_spec.engine.models.recurrent_layers import (
 
 # Layers whose cache can be rolled back: keys and values, the state of a mixer, or none.
 SUPPORTED_LAYERS = {
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
+    *("full_attention", "sliding_attention", "chunked_attention"),
     *RECURRENT_LAYERS,
     *PASTLESS_LAYERS,
 }
@@ -116,10 +114,10 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
     if encoder and hasattr(config, "add_cross_attention"):
         reason = "config.is_decoder is False, so tokens also attend to later ones"
     elif cache_parameter(model.forward) is None:
-        # Its forward may take the cache under a name that is not known.
-        unknown = unknown_cache_parameter(model.forward)
-        reason = f"its forward takes the cache as {unknown}=, which is unknown: {version_message()}"
-        reason = "it caches no keys and values" if unknown is None else reason
+        reason = "it caches no keys and values"
+        if (unknown := unknown_cache_parameter(model.forward)) is not None:
+            problem = f"its forward takes the cache as {unknown}=, which is unknown"
+            reason = f"{problem}: {version_message()}"
     elif not has_positions and num_attention_layers(config):
         reason = "it takes no position_ids, so draft branches cannot be given their positions"
     elif "local" in (getattr(config, "attention_layers", None) or ()):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_spec_kernels.configs import config, num_processors
 from hf_spec_kernels.dispatch import launches
-from hf_spec_kernels.ragged_tree_attention.layout import RaggedLayout, Scoring
+from hf_spec_kernels.ragged_tree_attention.layout import LAYOUT_TENSORS, RaggedLayout, Scoring
 
 OP = "ragged_tree_attention"
 # Stretches per query at most, and programs per multiprocessor that more stretches should reach.
@@ -31,17 +31,7 @@ PROGRAMS_PER_PROCESSOR = 2
 # A kernel is compiled again for whatever it is specialised on, so nothing that changes by step is.
 @triton.jit(
     do_not_specialize=["num_tokens", "num_bytes", "tiles_per_segment"],
-    do_not_specialize_on_alignment=[
-        "slot_ptr",
-        "query_start_ptr",
-        "num_keys_ptr",
-        "prefix_ptr",
-        "bits_ptr",
-        "position_ptr",
-        "first_position_ptr",
-        "key_position_ptr",
-        "key_start_ptr",
-    ],
+    do_not_specialize_on_alignment=[f"{name}_ptr" for name in LAYOUT_TENSORS],
 )
 def ragged_tree_attention_kernel(
     query_ptr, key_ptr, value_ptr, out_ptr, weight_ptr,
@@ -261,8 +251,7 @@ def ragged_tree_attention(
     launches[OP] += 1
     ragged_tree_attention_kernel[(num_segments * tiles, kv_heads, num_splits)](
         query, keys, values, partial, weight,
-        layout.slot, layout.query_start, layout.num_keys, layout.prefix, layout.bits,
-        layout.position, layout.first_position, layout.key_position, layout.key_start,
+        *(getattr(layout, name) for name in LAYOUT_TENSORS),
         out if scoring.slopes is None else scoring.slopes, sinks,
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         num_tokens, layout.bits.shape[1], tiles,
