@@ -16,7 +16,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -46,8 +45,7 @@ Packed: TypeAlias = PackedWeight | Tensor
 Gemm: TypeAlias = Callable[..., Tensor]
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """A packing of weights, and the GEMM that reads it."""
 
     name: str
@@ -67,23 +65,19 @@ class Rows(NamedTuple):
 EVERY_ROW = Rows(1, NO_LIMIT)
 
 
-def _onednn_pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
-
-
 def _onednn_gemm(states: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     run = torch.ops.mkldnn._linear_pointwise.default
     output: Tensor = run(states, packed, bias, "none", [], "")
     return output
 
 
-def _pack_rounded(weight: Tensor) -> PackedWeight:
-    return pack_weight(weight.bfloat16(), weight.dtype)
-
-
 OWN = Form("our kernel", pack_weight, packed_linear)
-ROUNDED = Form("our kernel, weights in bfloat16", _pack_rounded, packed_linear)
-ONEDNN = Form("oneDNN", _onednn_pack, _onednn_gemm)
+ROUNDED = Form(
+    "our kernel, weights in bfloat16", lambda w: pack_weight(w.bfloat16(), w.dtype), packed_linear
+)
+ONEDNN = Form(
+    "oneDNN", lambda w: torch.ops.mkldnn._reorder_linear_weight(w, PACKED_ROWS), _onednn_gemm
+)
 FORMS = (OWN, ONEDNN)
 
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -406,8 +406,10 @@ def _obstacle(layer: nn.Module) -> str | None:
         return "there are hooks of all modules"
     for module in layer.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # Hooks of the layer itself are called around it.
-        harmless = module is layer or all(map(_is_harmless, hooks))
+        packages = {getattr(hook, "__module__", "").partition(".")[0] for hook in hooks}
+        # Hooks of the layer itself are called around it. Those of transformers collect outputs, and
+        # a layer in which hooks of hf_spec act runs `uncompiled`.
+        harmless = module is layer or packages <= {"transformers", "hf_spec"}
         # A compiled layer reads packed weights itself.
         forward = vars(module).get("forward")
         replaced = forward is not None and not isinstance(forward, CompiledLayer)
@@ -415,11 +417,6 @@ def _obstacle(layer: nn.Module) -> str | None:
         if replaced or not harmless or hasattr(module, "_hf_hook"):
             return "it has hooks or a forward of its own"
     return None
-
-
-def _is_harmless(hook: Callable[..., Any]) -> bool:
-    # Hooks of transformers collect outputs. Layers in which those of hf_spec act run `uncompiled`.
-    return getattr(hook, "__module__", "").partition(".")[0] in ("transformers", "hf_spec")
 
 
 def _weights_obstacle(tensors: Collection[Tensor]) -> str | None:

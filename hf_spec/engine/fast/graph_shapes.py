@@ -66,7 +66,7 @@ class Inputs:
     def hosted(self, bucket: Bucket, capacity: int) -> list[Tensor]:
         """Return all host tensors, padded: those of `tensors`, the slot mapping, the layout."""
         tensors = [
-            _lengthened(tensor, rows)
+            torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
             for tensor, rows in zip(self.tensors, bucket.rows, strict=True)
             if tensor.device.type == "cpu"
         ]
@@ -137,7 +137,3 @@ class Shape:
         with recording(self._device, memory) as graph:
             self.outputs = compute(self.inputs, self.step(pool))
         self.graph = graph
-
-
-def _lengthened(tensor: Tensor, rows: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])

@@ -103,7 +103,9 @@ class LayerState:
             if module is not layer:
                 stores += [module._forward_hooks, module._forward_pre_hooks]
             for store in stores:
-                self._watch_values(store)
+                self.watch_sized(store)
+                if store:
+                    self.view(dict.values, store)
         tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
         self._tensors += tensors.values()
         self._addresses += map(Tensor.data_ptr, tensors.values())
@@ -155,11 +157,6 @@ class LayerState:
         """Watch the objects that `read(source)` returns."""
         self._views.append((read, source))
         self._seen += read(source)
-
-    def _watch_values(self, source: dict[Any, Any]) -> None:
-        self.watch_sized(source)
-        if source:
-            self.view(dict.values, source)
 
     def _attributes(self, module: nn.Module) -> Hashable:
         """Watch the attributes that not every module has; return their key."""

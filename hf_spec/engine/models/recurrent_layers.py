@@ -127,18 +127,15 @@ class Indices:
 
 @dataclass(frozen=True)
 class MixerCall:
-    """R runs of T tokens for one call of every mixer.
+    """R runs of T tokens for one call of every mixer."""
 
-    Attributes:
-        rows: (R,) row of each run.
-        starts: states before the runs; None if all are the rows' committed states.
-        index: (R, T) indices of the inputs.
-        fresh: True if no row has a state yet.
-    """
-
+    # (R,) row of each run.
     rows: Indices
+    # States before the runs; None if all are the rows' committed states.
     starts: list[Start] | None
+    # (R, T) indices of the inputs.
     index: Indices
+    # True if no row has a state yet.
     fresh: bool
 
     @classmethod
@@ -150,33 +147,26 @@ class MixerCall:
         begun: set[int],
     ) -> MixerCall:
         """Build a call; a start of None is the committed state, and rows in `begun` have one."""
+        if not any(starts):
+            return cls(Indices(rows), None, Indices(index), fresh=begun.isdisjoint(rows))
         resolved = [start or (COMMITTED, row) for row, start in zip(rows, starts, strict=True)]
-        return cls(
-            Indices(rows),
-            resolved if any(starts) else None,
-            Indices(index),
-            fresh=not any(starts) and begun.isdisjoint(rows),
-        )
+        return cls(Indices(rows), resolved, Indices(index), fresh=False)
 
 
 @dataclass(frozen=True)
 class MixerStep:
-    """Calls of every mixer in one forward pass.
+    """Calls of every mixer in one forward pass."""
 
-    Attributes:
-        pending: runs of pending tokens; indices into the tokens of the pass.
-        paths: paths of nodes; indices into the node inputs collected in the round.
-        nodes: (n,) indices of the nodes among the tokens.
-        outputs: (n,) index of each node among the R * T outputs of `paths`.
-        batch: number of the batch of states at the ends of the paths; None to drop them.
-        used: numbers of the batches that are still needed.
-    """
-
+    # Runs of pending tokens; indices into the tokens of the pass.
     pending: list[MixerCall]
+    # Paths of nodes; indices into the node inputs collected in the round.
     paths: MixerCall | None
+    # (n,) indices of the nodes among the tokens, and among the R * T outputs of `paths`.
     nodes: Indices
     outputs: Indices
+    # Number of the batch of states at the ends of the paths; None to drop them.
     batch: int | None
+    # Numbers of the batches that are still needed.
     used: set[int]
 
 

@@ -20,7 +20,7 @@ from hf_spec_kernels.ragged_tree_attention import cpu as ragged_tree_attention
 __all__ = ["Attention", "BuildError", "Call", "Storage", "Weight", "build_layer", "weight_of"]
 
 # Generated code is compiled as if it were in this file.
-SOURCE = Path(__file__).with_name("layer.cpp")
+SOURCE = Path(__file__).with_name("decoder_layer.cpp")
 
 
 class Weight(ctypes.Structure):
