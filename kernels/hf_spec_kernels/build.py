@@ -134,7 +134,7 @@ def _processor(compiler: tuple[str, ...]) -> bytes:
 
 
 def _build(command: list[str], text: str, path: Path) -> None:
-    """Compile in a temporary folder, since another process may build the same, then move."""
+    # Another process may build the same.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         library = Path(folder) / path.name
         process = subprocess.run(

@@ -108,7 +108,6 @@ def implementation(tensor: Tensor, impl: str, source: Path) -> str:
 
 @cache
 def _obstacle(source: Path) -> str | None:
-    """Return why a C++ file cannot be used on this machine, or None."""
     try:
         load(source)
     except BuildError as error:

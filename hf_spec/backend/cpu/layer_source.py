@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hf_spec.backend.cpu.layer_text import LayerText
-from hf_spec.backend.cpu.layer_values import (
+from hf_spec.backend.cpu.layer_text import (
     ELEMENTWISE,
     TOKENS,
     TYPES,
     VIEWS,
+    LayerText,
     Leaf,
     SourceError,
     Value,
@@ -240,7 +240,7 @@ class _Writer:
     def _normed(
         self, arg: fx.Node, sizes: Sequence[int], weight: Any, bias: Any, eps: float
     ) -> tuple[Value, None, None]:
-        """Write a layer norm, which PyTorch computes in float32."""
+        # PyTorch computes it in float32.
         value, axes = self._get(arg), range(-len(sizes), 0)
         states = self._text.stored(value).cast(torch.float32)
         mean = self._reduced(states, axes, keep=True, is_mean=True)
@@ -256,7 +256,13 @@ class _Writer:
         return result.cast(value.dtype), None, None
 
     def _joined(self, args: Sequence[fx.Node], axis: int = 0) -> Value:
-        values = [self._get(arg) for arg in args]
+        return self._concatenated([self._get(arg) for arg in args], axis)
+
+    def _stacked(self, args: Sequence[fx.Node], axis: int = 0) -> Value:
+        values = [self._viewed(aten.unsqueeze.default, arg, axis) for arg in args]
+        return self._concatenated(values, axis)
+
+    def _concatenated(self, values: Sequence[Any], axis: int) -> Value:
         shape = list(values[0].shape)
         axis %= len(shape)
         if shape[axis] == TOKENS:
@@ -267,17 +273,6 @@ class _Writer:
             size = value.shape[axis]
             self._text.assign(Leaf(to.array, to.form.narrow(axis, begin, size)), value)
             begin += size
-        return Value.of(to, values[0].dtype)
-
-    def _stacked(self, args: Sequence[fx.Node], axis: int = 0) -> Value:
-        values = [self._get(arg) for arg in args]
-        shape = list(values[0].shape)
-        axis %= len(shape) + 1
-        to = self._text.memory(
-            torch.Size([*shape[:axis], len(values), *shape[axis:]]), values[0].dtype
-        )
-        for index, value in enumerate(values):
-            self._text.assign(Leaf(to.array, to.form.select(axis, index)), value)
         return Value.of(to, values[0].dtype)
 
     def _multiplied(self, arg: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Value:
@@ -358,7 +353,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _size(size: Any) -> int:
-    """Return the size of an input, `TOKENS` for the symbolic number of tokens."""
     if isinstance(size, int):
         return size
     expression = size.node.expr

@@ -159,14 +159,13 @@ def _mixed(words: Tensor) -> int:
 
 @functools.cache
 def _odd_factors(count: int) -> Tensor:
-    """Return (count,) odd int64 numbers, pseudorandom with a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     limits = torch.iinfo(torch.int64)
     return torch.randint(limits.min, limits.max, (count,), generator=generator) | 1
 
 
 def _available_bytes() -> int:
-    """Return the available memory in bytes by Linux and its control group; 0 if unknown."""
+    # By Linux and its control group; 0 if unknown.
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024

@@ -79,7 +79,7 @@ def state_of(model: nn.Module) -> object:
 
 
 def _settings() -> tuple[object, ...]:
-    """Settings of PyTorch that decide which kernels a call launches."""
+    # They decide which kernels a call launches.
     matmul = torch.backends.cuda.matmul
     return (
         torch.is_inference_mode_enabled(),

@@ -8,7 +8,6 @@ or if it reads state whose changes cannot be detected (`layer_state`).
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -118,7 +117,6 @@ class CompiledLayers:
         self._packed = 0
         # Long keys and the numbers that stand for them; hashing a long key takes microseconds.
         self._numbers: dict[Hashable, int] = {}
-        self._counter = itertools.count()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> CompiledLayers:
@@ -160,7 +158,7 @@ class CompiledLayers:
             if packed == self._packed and self._state is not None and self._state.holds():
                 return
             self._packed, self._state = packed, LayerState()
-            kinds = [self._kind_of(layer, self._state) for layer in self.layers]
+            kinds = [self._add(layer, self._state) for layer in self.layers]
             try:
                 code = self._state.seal()
             except UnwatchableError as error:
@@ -172,8 +170,7 @@ class CompiledLayers:
                 if kind is not None:
                     layer.binding = _Binding(self.number((kind, code)), tensors_of(layer.layer))
 
-    def _kind_of(self, layer: CompiledLayer, state: LayerState) -> Hashable | None:
-        """Add a layer to the state that is checked; return its key, None if it is refused."""
+    def _add(self, layer: CompiledLayer, state: LayerState) -> Hashable | None:
         reason = _obstacle(layer.layer)
         if reason is None:
             try:
@@ -185,13 +182,14 @@ class CompiledLayers:
 
     def number(self, key: Hashable) -> int:
         """Return a number that is equal for equal keys."""
-        number = self._numbers.get(key)
-        return self._numbers.setdefault(key, next(self._counter)) if number is None else number
+        with _lock:
+            return self._numbers.setdefault(key, len(self._numbers))
 
     def key_of(self, call: LayerCall) -> int:
-        """Return the number of a call's shape key, computed once per step."""
+        """Return the number of a kind of calls, computed once per step; single tokens are one."""
         if call.key_owner is not self:
-            call.key, call.key_owner = self.number(call.shape_key), self
+            key = call.program_key, call.num_tokens == 1
+            call.key, call.key_owner = self.number(key), self
         return call.key
 
     def find_layers(self, model: nn.Module, attending: Mapping[int, nn.Module]) -> None:
@@ -290,13 +288,11 @@ class _Binding:
     Attributes:
         kind: number of all that it computes, code included.
         weights: parameters and buffers by name.
-        functions: by `CompiledLayers.key_of`; None for calls that run uncompiled.
-        bound: the functions with these weights.
+        bound: functions with these weights.
     """
 
     kind: int
     weights: dict[str, Tensor]
-    functions: dict[int, LayerFunction | None] = field(default_factory=dict)
     bound: dict[LayerFunction, BoundLayer] = field(default_factory=dict)
 
 
@@ -313,9 +309,8 @@ class CompiledLayer:
         self.name = name
         self.binding: _Binding | None = None
         self._attention = attention
-        # By kind of layer and call: the function that gave the layer's result; None where there is
-        # none. Single tokens are tried separately.
-        self._tried: dict[Hashable, LayerFunction | None] = {}
+        # By kind of layer and call: the function that gave the layer's result, if there is one.
+        self._tried: dict[tuple[int, int], LayerFunction | None] = {}
 
     @property
     def is_compiled(self) -> bool:
@@ -325,8 +320,6 @@ class CompiledLayer:
     def forget_refusals(self) -> None:
         """Let calls that run uncompiled be tried again."""
         self._tried = {key: tried for key, tried in self._tried.items() if tried is not None}
-        if self.binding is not None:
-            self.binding.functions.clear()
 
     def __call__(self, *args: Any, spec_step: Any = None, **kwargs: Any) -> Any:
         """Run the layer, compiled if possible."""
@@ -336,15 +329,12 @@ class CompiledLayer:
         if other or binding is None or type(spec_step) is not PackedStep or not _thread.compiled:
             return self._run_uncompiled(args, kwargs, spec_step)
         call = _step_call(spec_step, args, kwargs)
-        key = self.owner.key_of(call)
-        if key not in binding.functions:
-            if call.num_tokens > MAX_TOKENS:
-                return self._run_uncompiled(args, kwargs, spec_step)
-            tried = binding.kind, call.program_key, call.num_tokens == 1
-            if tried not in self._tried:
-                return self._try(tried, call, binding, (args, kwargs, spec_step))
-            binding.functions[key] = self._tried[tried]
-        function = binding.functions[key]
+        if call.num_tokens > MAX_TOKENS:
+            return self._run_uncompiled(args, kwargs, spec_step)
+        key = binding.kind, self.owner.key_of(call)
+        if key not in self._tried:
+            return self._try(key, call, binding, (args, kwargs, spec_step))
+        function = self._tried[key]
         result = None if function is None else self._bind(function, binding)(call, spec_step)
         return self._run_uncompiled(args, kwargs, spec_step) if result is None else result
 
@@ -355,7 +345,7 @@ class CompiledLayer:
             return forward(self.layer, *args, **kwargs)
         return forward(self.layer, *args, spec_step=step, **kwargs)
 
-    def _try(self, tried: Hashable, call: LayerCall, binding: _Binding, arguments: Any) -> Any:
+    def _try(self, key: tuple[int, int], call: LayerCall, binding: _Binding, arguments: Any) -> Any:
         """Run the first call of a kind both ways; return the compiled result if both are equal."""
         expected = self._run_uncompiled(*arguments)
         start, reason = time.perf_counter(), None
@@ -376,7 +366,7 @@ class CompiledLayer:
                 reason = "its compiled layer computes something else"
         if reason is not None:
             self.owner.refuse(self.name, reason)
-        self._tried[tried] = None if reason else function
+        self._tried[key] = None if reason else function
         self.owner.seconds += time.perf_counter() - start
         return expected if reason else result
 

@@ -11,7 +11,7 @@ from hf_spec_kernels.decoder_layer import Attention, Weight, weight_of
 from torch import Tensor, nn
 
 from hf_spec.backend.cpu.layer_source import AttentionPlan
-from hf_spec.backend.cpu.layer_values import TOKENS
+from hf_spec.backend.cpu.layer_text import TOKENS
 from hf_spec.engine.fast.layer_tracing import LayerCall, LayerFunction, addresses_of
 from hf_spec.engine.fast.packed_linear import kernel_weight, mode
 from hf_spec.engine.forward.step import LayerTraits, PackedStep
@@ -27,8 +27,6 @@ class _Table(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """The attention of a layer on the KV buffers of one pool."""
-
     keys: Tensor
     address: int
     attention: Attention
@@ -78,12 +76,12 @@ class BoundLayer:
         return function.result(results)
 
     def _make_table(self, tokens: int) -> _Table | None:
-        """Return the weights of the linear layers; None where our kernel does not run them all."""
         source = self._function.source
         weights = []
         for linear, plan in zip(self._linears, source.linears, strict=True):
             weight = kernel_weight(linear, tokens * plan.rows)
             if weight is None:
+                # Our kernel does not run them all.
                 return None
             weights.append(weight)
         outputs = [

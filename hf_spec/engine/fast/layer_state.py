@@ -159,7 +159,6 @@ class LayerState:
         self._seen += read(source)
 
     def _attributes(self, module: nn.Module) -> Hashable:
-        """Watch the attributes that not every module has; return their key."""
         attributes = vars(module)
         names = sorted(attributes.keys() - STANDARD)
         others = [name for name in ("training", "layer_idx", "forward") if name in attributes]

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
-from hf_spec.backend.cpu.layer_values import SourceError
+from hf_spec.backend.cpu.layer_text import SourceError
 from hf_spec.engine.forward.step import PackedStep, TracedStep
 
 # Name under which layers pass the step on.
@@ -105,12 +105,6 @@ class LayerCall:
             return False
         self.tensors[0] = states.contiguous()
         return True
-
-    @cached_property
-    def shape_key(self) -> tuple[object, ...]:
-        """Key that is equal for calls that differ only in the contents of their tensors."""
-        leaves = self._leaves
-        return (*self._names, *(x.shape if isinstance(x, Tensor) else _value(x) for x in leaves))
 
     @cached_property
     def program_key(self) -> tuple[object, ...] | None:

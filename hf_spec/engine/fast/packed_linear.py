@@ -84,7 +84,7 @@ class _Checks(threading.local):
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Count a session. Code that ran before or inside it may have changed weights."""
+        # Code that ran before or inside a session may have changed weights.
         if self.ran or not self.open_sessions:
             self.renew()
         self.open_sessions += 1
@@ -120,7 +120,6 @@ class PackedLinears:
         _checks.ran = True
 
     def _compare(self) -> None:
-        """Compare weights with their packed forms, which reads every weight once."""
         self._epoch = _checks.epoch
         self._weights = [linear.weight for linear in self._linears]
         self._seen = _versions(self._weights)

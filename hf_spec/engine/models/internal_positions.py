@@ -1,8 +1,11 @@
-"""Positions of tree tokens for models that take no `position_ids` and count cached tokens instead.
+"""Positions of tree tokens for models that count cached tokens instead of reading `position_ids`.
 
 Decoders of the BART family look positions up in a table of their own by the number of cached
 tokens. During a generation the tables use the position ids of the forward pass that runs in their
 thread; outside of one they count. Counting treats padding as tokens (`padding_of`).
+
+Layers of Llama 4 without rotary positions scale each query by its position: the length of the cache
+plus the token's index in the forward pass. `QueryPositions` is a cache that reports the difference.
 """
 
 from __future__ import annotations
@@ -13,11 +16,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.common.compat import CACHE_LENGTH_NAMES
 from hf_spec.engine.forward.forward_overrides import ForwardOverrides
+
+# Architecture -> the config setting that turns the scaling on.
+SCALED_QUERIES = {"llama4_text": "attn_temperature_tuning"}
 
 
 def tables_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -67,9 +74,7 @@ class _Lookup:
 
 def active(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Let the tables of a model use explicit position ids."""
-    return _overrides.install(
-        tables_of(model), lambda tables: {table: _Lookup(table) for table in tables}
-    )
+    return _overrides.install(tables_of(model), lambda new: {part: _Lookup(part) for part in new})
 
 
 @contextmanager
@@ -80,3 +85,30 @@ def position_ids(positions: Tensor) -> Iterator[None]:
         yield
     finally:
         _forward.positions = before
+
+
+def scales_queries(model: PreTrainedModel) -> bool:
+    """Return True if layers of a model scale their queries by the length of its cache."""
+    config = model.config.get_text_config()
+    setting = SCALED_QUERIES.get(config.model_type)
+    return setting is not None and bool(getattr(config, setting))
+
+
+class QueryPositions:
+    """Cache stand-in for one packed step; it stores nothing and reports token positions.
+
+    The (T,) int64 `positions` are those in plain `generate()`, which counts padding.
+    """
+
+    def __init__(self, positions: Tensor):
+        self._lengths = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """Return (T,) numbers to add to the index of each token in the forward pass."""
+        return self._lengths
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the step alone; the attention function stores them."""
+        return key_states, value_states

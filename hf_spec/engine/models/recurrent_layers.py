@@ -45,9 +45,9 @@ def _writes_state(kind: Any) -> bool:
 
 
 def _cache_name(module: nn.Module) -> str | None:
-    """Return the name of a module's cache argument; None if it is not called like a mixer."""
     forward: Any = type(module).forward
     if not {"hidden_states", "attention_mask"} <= set(inspect.signature(forward).parameters):
+        # It is not called like a mixer.
         return None
     return cache_parameter(forward)
 

@@ -97,9 +97,7 @@ class RecurrentMixers:
     def active(self) -> AbstractContextManager[None]:
         """Let the mixers of the model run for the generation in their thread."""
         modules = [mixer.module for mixer in self._mixers.values()]
-        return _overrides.install(
-            modules, lambda modules: {module: _Forward(module) for module in modules}
-        )
+        return _overrides.install(modules, lambda fresh: {part: _Forward(part) for part in fresh})
 
     @contextmanager
     def running(
@@ -223,7 +221,6 @@ class RecurrentMixers:
 
 
 def _parent(tree: DraftTree, row: int, offset: int) -> int:
-    """Return the offset of a node's parent; negative for a root."""
     start = tree.row_start[row]
     return tree.parent[start + offset] - start
 

@@ -105,7 +105,6 @@ def _has_known_states(model: PreTrainedModel) -> bool:
 
 
 def _check_attention(model: PreTrainedModel, name: str) -> None:
-    """Raise for models that cannot be given the positions or the mask of a tree."""
     config = model.config.get_text_config()
     reason = UNSUPPORTED.get(config.model_type)
     has_positions = takes_positions(model) or uses_alibi(model) or bool(tables_of(model))

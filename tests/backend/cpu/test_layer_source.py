@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.backend.cpu.layer_values import SourceError
+from hf_spec.backend.cpu.layer_text import SourceError
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.fast.layer_tracing import LayerCall, compile_layer, tensors_of
 from tests.compiler import needs_compiler
