@@ -55,8 +55,6 @@ class _ThreadSettings(threading.local):
     compile: bool | None = None
     # True if the current forward pass runs layers compiled.
     compiled: bool = False
-    # True while layers must run uncompiled because Python code acts inside them.
-    uncompiled: bool = False
 
 
 _thread = _ThreadSettings()
@@ -77,19 +75,16 @@ def compiling(wanted: bool | None) -> Iterator[None]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run layers uncompiled in this thread, for hooks that act inside them."""
-    before, _thread.uncompiled = _thread.uncompiled, True
+    """Run layers uncompiled inside the block, a part of a forward pass, for hooks inside them."""
+    before, _thread.compiled = _thread.compiled, False
     try:
         yield
     finally:
-        _thread.uncompiled = before
+        _thread.compiled = before
 
 
 # Errors of a layer that cannot be traced or compiled.
-REASONS = (
-    *(AssertionError, AttributeError, LookupError, OSError),
-    *(RuntimeError, TypeError, ValueError),
-)
+ERRORS = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 _lock = threading.RLock()
 _forwards = ForwardOverrides()
@@ -160,7 +155,7 @@ class CompiledLayers:
             self._packed, self._state = packed, LayerState()
             kinds = [self._add(layer, self._state) for layer in self.layers]
             try:
-                code = self._state.seal()
+                code = self.number(self._state.seal())
             except UnwatchableError as error:
                 kinds = [None] * len(kinds)
                 for layer in self.layers:
@@ -205,7 +200,7 @@ class CompiledLayers:
         """Return the function for a kind of layers and calls; compile it on a miss.
 
         Raises:
-            Exception: one of `REASONS` if compiling failed, now or earlier.
+            Exception: one of `ERRORS` if compiling failed, now or earlier.
         """
         key = binding.kind, call.program_key
         with _lock:
@@ -217,7 +212,7 @@ class CompiledLayers:
                     )
                 try:
                     self.functions[key] = compile_layer(layer, binding.weights, call)
-                except REASONS as error:
+                except ERRORS as error:
                     self.functions[key] = error
             function = self.functions[key]
         if isinstance(function, Exception):
@@ -325,7 +320,7 @@ class CompiledLayer:
         """Run the layer, compiled if possible."""
         binding = self.binding
         # Accelerate's mixed precision begins inside the model's forward.
-        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _thread.uncompiled
+        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
         if other or binding is None or type(spec_step) is not PackedStep or not _thread.compiled:
             return self._run_uncompiled(args, kwargs, spec_step)
         call = _step_call(spec_step, args, kwargs)
@@ -354,7 +349,7 @@ class CompiledLayer:
             function = self.owner.function(self.layer, binding, call)
             result = self._bind(function, binding)(call, replace(arguments[2], written={}))
         # Errors of a layer while it is traced, a missing compiler, or a missing cache folder.
-        except REASONS as error:
+        except ERRORS as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         else:
             if result is None and call.num_tokens > STEP_TOKENS:

@@ -182,9 +182,6 @@ inline void mix(float* sums, int64_t size, const float* weights, int64_t each, T
 template <int ROWS = TOGETHER>
 void mix_all(float* sums, int64_t size, const float* weights, int64_t each, Table table,
              int64_t count, int64_t width, int64_t queries) {
-    if constexpr (ROWS > 1)
-        if (queries < ROWS)
-            return mix_all<ROWS - 1>(sums, size, weights, each, table, count, width, queries);
     for (; queries >= ROWS; queries -= ROWS, sums += ROWS * size, weights += ROWS * each) {
         int64_t d = 0;
         for (; d + VECTORS * LANES <= width; d += VECTORS * LANES)
