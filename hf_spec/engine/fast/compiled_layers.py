@@ -373,10 +373,11 @@ class CompiledLayer:
 
 
 def _step_call(step: PackedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+    kwargs = {**kwargs, STEP: None}
     for call in step.layer_calls:
         if call.repeat(args, kwargs):
             return call
-    call = LayerCall(args, {**kwargs, STEP: None})
+    call = LayerCall(args, kwargs)
     if len(step.layer_calls) < MAX_STEP_CALLS:
         step.layer_calls.append(call)
     return call

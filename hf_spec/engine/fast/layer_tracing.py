@@ -54,8 +54,9 @@ class LayerFunction:
 
 
 class LayerCall:
-    """Arguments of a decoder layer: plain values, tensors, tuples of them, and a `spec_step`.
+    """Arguments of a decoder layer: plain values, tensors, tuples of them.
 
+    A `spec_step` is None here: the step refers to its calls, so they must not refer to the step.
     The layers of a model usually get the same arguments in a step, except for the hidden states.
     One call then serves all of them, and its keys are computed once per step; see `repeat`.
 
@@ -67,41 +68,28 @@ class LayerCall:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.args = args
-        # The step refers to its calls, so they must not refer to the step.
-        self.kwargs = {name: None if name == STEP else value for name, value in kwargs.items()}
+        self.kwargs = kwargs
         self.key = -1
         self.key_owner: object = None
-        self._names = tuple(name for name in kwargs if name != STEP)
-        self._rest = (*args[1:], *(kwargs[name] for name in self._names))
+        self._rest = (*args[1:], *self.kwargs.values())
         self._leaves: list[Any] = []
-        for value in (*args, *self._rest[len(args[1:]) :]):
-            if type(value) is tuple:
-                self._leaves += value
-            else:
-                self._leaves.append(value)
+        for value in (*args[:1], *self._rest):
+            self._leaves += value if type(value) is tuple else [value]
         self.tensors = [leaf.contiguous() for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.num_tokens: int = self.tensors[0].shape[-2]
+        # Hidden states come first; lists may change in place.
+        self._is_repeatable = len(args) > 0 and type(args[0]) is Tensor
+        self._is_repeatable &= not any(type(leaf) is list for leaf in self._leaves)
         self._arguments: _Arguments | None = None
 
-    @cached_property
-    def is_repeatable(self) -> bool:
-        """True if hidden states come first and all other arguments can be compared by identity."""
-        first = self._leaves[0] if self.args else None
-        return type(first) is Tensor and not any(type(leaf) is list for leaf in self._leaves)
-
     def repeat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Take the hidden states of another call, without `spec_step`, that has the same keys.
-
-        Returns:
-            False if anything else differs; nothing is changed then.
-        """
-        rest = (*args[1:], *kwargs.values())
-        if not self.is_repeatable or len(args) != len(self.args) or len(rest) != len(self._rest):
+        """Take the hidden states of another call; return False if anything else differs."""
+        if not self._is_repeatable or len(args) != len(self.args) or [*kwargs] != [*self.kwargs]:
             return False
         states, like = args[0], self.tensors[0]
         if states.shape != like.shape or states.dtype != like.dtype:
             return False
-        if not all(map(is_, rest, self._rest)) or tuple(kwargs) != self._names:
+        if not all(map(is_, (*args[1:], *kwargs.values()), self._rest)):
             return False
         self.tensors[0] = states.contiguous()
         return True
@@ -109,7 +97,7 @@ class LayerCall:
     @cached_property
     def program_key(self) -> tuple[object, ...] | None:
         """Key that is equal for calls of one compiled layer; None with arguments of other types."""
-        parts = list[object](self._names)
+        parts: list[object] = [*self.kwargs]
         for leaf in self._leaves:
             if isinstance(leaf, Tensor):
                 tokens = _token_axis(leaf, self.num_tokens)
@@ -333,6 +321,4 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _value(leaf: Any) -> Any:
-    if type(leaf) is list:
-        return tuple(map(_value, leaf))
-    return leaf if isinstance(leaf, PLAIN) else type(leaf)
+    return tuple(map(_value, leaf)) if type(leaf) is list else leaf
