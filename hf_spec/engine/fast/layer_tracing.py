@@ -48,6 +48,8 @@ class LayerFunction:
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the layer returns, given the tensors in it."""
+        if self.results == (True,) and not self.is_tuple:
+            return tensors[0]
         remaining = iter(tensors)
         parts = tuple(next(remaining) if is_tensor else None for is_tensor in self.results)
         return parts if self.is_tuple else parts[0]
