@@ -73,8 +73,6 @@ def load(source: Path, text: str | None = None) -> ctypes.CDLL:
         return ctypes.CDLL(str(_library(source, text)))
     except (OSError, subprocess.SubprocessError, BuildError) as error:
         _warn(str(error))
-        if isinstance(error, BuildError):
-            raise
         raise BuildError(str(error)) from error
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
-from hf_spec_kernels.packed_linear import BuildError, PackedWeight, pack_weight, packed_linear
+from hf_spec_kernels.packed_linear import PackedWeight, pack_weight, packed_linear
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -152,7 +152,7 @@ def obstacle(form: Form, dtype: torch.dtype) -> str | None:
     sample = torch.randn(1, 5, 64, generator=generator).to(dtype)
     try:
         output = form.gemm(sample, form.pack(weight), bias)
-    except (AttributeError, BuildError, NotImplementedError, RuntimeError, TypeError) as error:
+    except (AttributeError, RuntimeError, TypeError) as error:
         return str(error)
     # Sums of 64 products of size 1: rounding stays well below these.
     tolerance = 1e-4 if dtype == torch.float32 else 0.25

@@ -109,7 +109,6 @@ class StepGraphs:
         self.replays = self.captures = 0
         self._model = model
         self._owner = owner or model
-        self._recurrent = bool(mixers_of(model))
         self._pool = pool
         self._device = device
         self._kernels = serves(torch.empty(0, dtype=model.dtype, device=device))
@@ -147,7 +146,7 @@ class StepGraphs:
         try:
             return self._run(compute, tensors, step)
         except torch.OutOfMemoryError:
-            if self._recurrent:
+            if mixers_of(self._model):
                 raise
             # Memory is freed below: the error being handled refers to the failed step's tensors.
         self._free_memory()

@@ -1,30 +1,37 @@
-"""Positions of tree tokens for models that count cached tokens instead of reading `position_ids`.
+"""Positions of tree tokens for models that do not read `position_ids` everywhere.
 
-Decoders of the BART family look positions up in a table of their own by the number of cached
-tokens. During a generation the tables use the position ids of the forward pass that runs in their
-thread; outside of one they count. Counting treats padding as tokens (`padding_of`).
-
-Layers of Llama 4 without rotary positions scale each query by its position: the length of the cache
-plus the token's index in the forward pass. `QueryPositions` is a cache that reports the difference.
+- Decoders of the BART family look positions up in a table of their own by the number of cached
+  tokens. During a generation the tables use the position ids of the forward pass that runs in their
+  thread; outside of one they count. Counting treats padding as tokens (`padding_of`).
+- Layers of Llama 4 without rotary positions scale each query by its position: the length of the
+  cache plus the token's index in the forward pass. `QueryPositions` is a cache that reports the
+  difference.
+- Bloom and Falcon compute ALiBi (Press et al. 2021, arXiv 2108.12409) from a 2D padding mask, which
+  a 4D tree mask breaks. Adding a constant per query does not change a softmax, so the bias is slope
+  * key position. The models' builder of the bias is replaced while any forward pass needs it.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.falcon import modeling_falcon
 
 from hf_spec.common.compat import CACHE_LENGTH_NAMES
 from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 
 # Architecture -> the config setting that turns the scaling on.
 SCALED_QUERIES = {"llama4_text": "attn_temperature_tuning"}
+# Name under which models call the builder of their ALiBi.
+BUILDER = "build_alibi_tensor"
 
 
 def tables_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -48,13 +55,18 @@ def padding_of(model: PreTrainedModel, attention_mask: Tensor) -> list[int]:
 
 
 class _Forward(threading.local):
-    # (B, T) int64 position ids of the forward pass of this thread.
+    # Of the forward pass of this thread: (B, T) int64 position ids of its tokens, and (B, S) int64
+    # true positions of all keys.
     positions: Tensor | None = None
+    key_positions: Tensor | None = None
 
 
 _forward = _Forward()
 # Overrides of the tables of active models.
 _overrides = ForwardOverrides()
+_lock = threading.Lock()
+# By id of the owner of a builder: its own attribute, and how many forwards need ours.
+_patched: dict[int, tuple[Any, int]] = {}
 
 
 class _Lookup:
@@ -112,3 +124,65 @@ class QueryPositions:
     ) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the step alone; the attention function stores them."""
         return key_states, value_states
+
+
+def uses_alibi(model: PreTrainedModel) -> bool:
+    """Return True for models whose bias this module replaces."""
+    kind = model.config.model_type
+    return kind == "bloom" or (kind == "falcon" and bool(model.config.alibi))
+
+
+@contextmanager
+def tree_alibi(model: PreTrainedModel, key_positions: Tensor) -> Iterator[None]:
+    """Compute the model's ALiBi from (B, S) int64 key positions inside the block."""
+    if not uses_alibi(model):
+        yield
+        return
+    bloom = model.config.model_type == "bloom"
+    # Bloom calls a method of its decoder, Falcon a function of its module.
+    owner: Any = model.transformer if bloom else modeling_falcon
+    with _replaced(owner, rounds=not bloom):
+        before, _forward.key_positions = _forward.key_positions, key_positions
+        try:
+            yield
+        finally:
+            _forward.key_positions = before
+
+
+def _tree_builder(plain: Callable[..., Tensor], rounds: bool) -> Callable[..., Tensor]:
+    """Return a builder of the bias; `rounds` if the model's own multiplies in bfloat16."""
+
+    def build(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+        key_positions = _forward.key_positions
+        if key_positions is None:
+            return plain(mask, num_heads, dtype)
+        # The bias of position 1 is the slope of each head.
+        pair = key_positions.new_ones(1, 2)
+        slopes = build_alibi_tensor(pair, num_heads, torch.float32)[:, 0, 1]
+        # bfloat16 rounds from position 256 on, and the model was trained with that.
+        slopes = slopes.bfloat16() if rounds else slopes
+        bias = slopes[None, :, None] * key_positions[:, None, :]
+        return bias.reshape(-1, 1, key_positions.shape[1]).to(dtype)
+
+    return build
+
+
+@contextmanager
+def _replaced(owner: Any, rounds: bool) -> Iterator[None]:
+    """Replace the owner's builder while any block needs it."""
+    with _lock:
+        original, users = _patched.get(id(owner), (vars(owner).get(BUILDER), 0))
+        if not users:
+            setattr(owner, BUILDER, _tree_builder(getattr(owner, BUILDER), rounds))
+        _patched[id(owner)] = original, users + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            original, users = _patched.pop(id(owner))
+            if users > 1:
+                _patched[id(owner)] = original, users - 1
+            elif original is None:
+                delattr(owner, BUILDER)
+            else:
+                setattr(owner, BUILDER, original)

@@ -10,9 +10,8 @@ from hf_spec.backend.device.distributed_checks import check_sharding, tensor_par
 from hf_spec.common.compat import cache_parameter, unknown_cache_parameter, version_message
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.forward.tree_attention import takes_packed
-from hf_spec.engine.models.alibi import uses_alibi
 from hf_spec.engine.models.cross_attention import ENCODER_DECODERS, takes_positions
-from hf_spec.engine.models.internal_positions import tables_of
+from hf_spec.engine.models.internal_positions import tables_of, uses_alibi
 from hf_spec.engine.models.recurrent_layers import (
     PASTLESS_LAYERS,
     RECURRENT_LAYERS,
