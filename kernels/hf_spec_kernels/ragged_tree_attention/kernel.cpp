@@ -1,10 +1,9 @@
 // Attention of packed token trees on a CPU: every query by blocks of its own slot's keys.
 //
-// Queries that share a key head and a slot go through a block together, while it is near. A result
-// has the same bits whatever else is in the step, and on any number of threads: scores are computed
-// in one way for all numbers of queries, and sums depend on the keys that a query sees, not on
-// others between them (a tree stores siblings there). So the largest score of all keys is found
-// first, weights are added up exactly, and values in the order of their places.
+// Queries that share a key head and a slot go through a block together. A result has the same bits
+// whatever else is in the step, and on any number of threads: sums depend on the keys that a query
+// sees, not on others between them (a tree stores siblings there). So the largest score of all keys
+// is found first, weights are added exactly, and values in the order of their places.
 
 #include <algorithm>
 #include <cmath>
