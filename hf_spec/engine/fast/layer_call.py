@@ -18,18 +18,12 @@ from hf_spec.engine.forward.step import LayerTraits, PackedStep
 
 
 class _Table(NamedTuple):
-    """Address of the array of `Weight`, and the results, for one number of tokens."""
+    """Weights of the linear layers, and shapes and dtypes of results, for a number of tokens."""
 
-    address: int
+    weights: ctypes.Array[Weight]
     outputs: list[tuple[torch.Size, torch.dtype]]
-    # The array, and the weights that it points to.
-    alive: object
-
-
-class _Buffers(NamedTuple):
-    keys: Tensor
-    address: int
-    attention: Attention
+    # What `weights` points to.
+    alive: list[Any]
 
 
 class BoundLayer:
@@ -56,23 +50,24 @@ class BoundLayer:
         self._linears = [modules.get(id(weight), weight) for weight in used]
         # By (number of tokens, whether weights may be rounded); None where other kernels are used.
         self._tables: dict[tuple[int, bool], _Table | None] = {}
-        self._buffers: _Buffers | None = None
+        # KV buffer of keys that the layer ran on last, and its attention there.
+        self._attended: tuple[Tensor, Attention] | None = None
 
     def __call__(self, call: LayerCall, step: PackedStep) -> Any:
         """Return the layer's result; None where other kernels run its GEMMs or its attention."""
         key, function = (call.num_tokens, mode.rounded), self._function
         if key not in self._tables:
             self._tables[key] = self._make_table(call.num_tokens)
-        table, buffers, plan = self._tables[key], None, function.source.attention
+        table, attention, plan = self._tables[key], None, function.source.attention
         if table is None:
             return None
-        if plan is not None and (buffers := self._register(plan, step)) is None:
+        if plan is not None and (attention := self._register(plan, step)) is None:
             return None
         states = call.tensors[0]
         results = [states.new_empty(shape, dtype=dtype) for shape, dtype in table.outputs]
-        arguments = call.arguments(None if buffers is None else step, results)
-        attention = None if buffers is None else buffers.address
-        function.run(self._constants, table.address, attention, arguments)
+        arguments = call.arguments(None if attention is None else step, results)
+        pointer = None if attention is None else ctypes.byref(attention)
+        function.run(self._constants, table.weights, pointer, arguments)
         return function.result(results)
 
     def _make_table(self, tokens: int) -> _Table | None:
@@ -89,10 +84,10 @@ class BoundLayer:
             for shape, dtype in source.outputs
         ]
         array = (Weight * len(weights))(*map(weight_of, weights))
-        return _Table(ctypes.addressof(array), outputs, (array, weights))
+        return _Table(array, outputs, weights)
 
-    def _register(self, plan: AttentionPlan, step: PackedStep) -> _Buffers | None:
-        """Register with a step; return its KV buffers, or None where the kernel does not run."""
+    def _register(self, plan: AttentionPlan, step: PackedStep) -> Attention | None:
+        """Register with a step; return the attention, or None where the kernel does not run."""
         module: Any = self._attention
         index = module.layer_idx
         if index in step.written:
@@ -108,14 +103,14 @@ class BoundLayer:
         if keys.dtype != plan.dtype or step.addresses is None:
             return None
         step.written[index] = module
-        buffers = self._buffers
-        if buffers is None or buffers.keys is not keys:
+        attended = self._attended
+        if attended is None or attended[0] is not keys:
             # Replaced as a whole: other threads may run the layer on a pool of their own.
             attention = _attention(plan, traits, keys, pool.values[traits.storage])
             if traits.storage != index:
                 attention.write = None
-            buffers = self._buffers = _Buffers(keys, ctypes.addressof(attention), attention)
-        return buffers
+            attended = self._attended = keys, attention
+        return attended[1]
 
 
 def _attention(plan: AttentionPlan, traits: LayerTraits, keys: Tensor, values: Tensor) -> Attention:
