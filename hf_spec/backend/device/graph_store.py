@@ -75,7 +75,7 @@ def state_of(model: nn.Module) -> object:
 
     A graph replays the weights, numbers and branches that it was captured with.
     """
-    return _Frozen()(model), _settings()
+    return _frozen(model, {}), _settings()
 
 
 def _settings() -> tuple[object, ...]:
@@ -92,42 +92,33 @@ def _settings() -> tuple[object, ...]:
     )
 
 
-class _Frozen:
-    """Snapshots of values for a later comparison.
+def _frozen(value: Any, numbers: dict[int, int]) -> object:
+    """Return a snapshot for a later comparison.
 
-    Modules, configs and containers are compared by content, other objects by identity.
+    Modules, configs and containers are compared by content, other objects by identity. `numbers`
+    are those of modules and configs by id: they are shared, and may refer to themselves.
     """
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
-
-    def __call__(self, value: Any) -> object:
-        if type(value) in _PLAIN:
-            return value
-        if type(value) in (Tensor, nn.Parameter):
-            return value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
-        if isinstance(value, dict):
-            # Inlined for speed: modules are full of numbers and empty containers.
-            return [
-                (key, item if type(item) in _PLAIN else self(item))
-                for key, item in value.items()
-                if type(item) not in _EMPTY or item
-            ]
-        if isinstance(value, (set, frozenset)):
-            value = sorted(value, key=repr)
-        if isinstance(value, (list, tuple)):
-            return tuple(map(self, value))
-        if isinstance(value, (nn.Module, PreTrainedConfig)):
-            return self._members(value)
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (Tensor, nn.Parameter):
+        return value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
+    if isinstance(value, dict):
+        # Inlined for speed: modules are full of numbers and empty containers.
+        return [
+            (key, item if type(item) in _PLAIN else _frozen(item, numbers))
+            for key, item in value.items()
+            if type(item) not in _EMPTY or item
+        ]
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr)
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item, numbers) for item in value)
+    if not isinstance(value, (nn.Module, PreTrainedConfig)):
         return _Same(value)
-
-    def _members(self, value: Any) -> object:
-        # A second visit gives a number: modules are shared, and may refer to themselves.
-        if id(value) in self._numbers:
-            return self._numbers[id(value)]
-        self._numbers[id(value)] = len(self._numbers)
-        kind = type(value).forward if isinstance(value, nn.Module) else type(value)
-        return kind, self(vars(value))
+    is_known = id(value) in numbers
+    number = numbers.setdefault(id(value), len(numbers))
+    kind = type(value).forward if isinstance(value, nn.Module) else type(value)
+    return number if is_known else (kind, _frozen(vars(value), numbers))
 
 
 _PLAIN = {bool, int, float, str, bytes, type(None), torch.dtype, torch.device, type}
