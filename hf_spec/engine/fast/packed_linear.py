@@ -221,7 +221,7 @@ def kernel_weight(linear: nn.Linear | Tensor, rows: int) -> PackedWeight | Tenso
     the weight is not packed for our kernel. For few rows our kernel is used even where a single
     GEMM is faster otherwise, since a compiled layer saves more.
     """
-    if isinstance(linear, nn.Module) and has_fast_forward(linear):
+    if isinstance(linear, nn.Linear) and has_fast_forward(linear):
         forward = linear.__dict__["forward"]
         packed = forward.packed(rows, least=1) if isinstance(forward, _PackedForward) else None
         return packed if isinstance(packed, PackedWeight) else None
