@@ -183,8 +183,9 @@ def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., An
 
 
 def _is_suitable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
-    return is_plain and _has_packable_weight(module)
+    if type(module) is not nn.Linear or "forward" in module.__dict__:
+        return False
+    return _has_packable_weight(module)
 
 
 def _packed_forms_for(module: nn.Linear) -> PackedForms | None:

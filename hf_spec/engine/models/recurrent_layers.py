@@ -54,7 +54,8 @@ def _cache_name(module: nn.Module) -> str | None:
 
 def stateful_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that have a state in its cache."""
-    return [m for m in model.modules() if hasattr(m, "layer_idx") and _writes_state(type(m))]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    return [layer for layer in layers if _writes_state(type(layer))]
 
 
 def mixers_of(model: nn.Module) -> list[nn.Module]:
