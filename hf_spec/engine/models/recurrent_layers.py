@@ -54,8 +54,12 @@ def _cache_name(module: nn.Module) -> str | None:
 
 def stateful_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that have a state in its cache."""
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    return [layer for layer in layers if _writes_state(type(layer))]
+    stateful = []
+    for module in model.modules():
+        kind: Any = type(module)
+        if hasattr(module, "layer_idx") and _writes_state(kind):
+            stateful.append(module)
+    return stateful
 
 
 def mixers_of(model: nn.Module) -> list[nn.Module]:
