@@ -17,7 +17,7 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler"
 @contextmanager
 def built_for(processor: str, cached: Callable[..., Any]) -> Iterator[None]:
     """Kernels are built for a processor by its name in GCC; `cached` keeps what was loaded."""
-    forget = build.load.cache_clear, build.load_text.cache_clear, cached.cache_clear  # type: ignore[attr-defined]
+    forget = build.load.cache_clear, cached.cache_clear  # type: ignore[attr-defined]
     flags = [flag.replace("native", processor) for flag in build.FLAGS]
     try:
         for one in forget:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_spec.backend.device import transfer
-from hf_spec.backend.device.waits import READS
+from hf_spec.backend.device.capture import READS
 from hf_spec.engine.decode import verifiers as verification
 from hf_spec.engine.fast import cuda_graphs as step_graphs
 from hf_spec.engine.forward import kv_pool as kv_cache

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_spec.engine.forward.tree_attention import takes_packed
-from hf_spec.engine.models.alibi import uses_alibi
+from hf_spec.engine.models.internal_positions import uses_alibi
 from hf_spec.engine.models.recurrent_layers import resumes
 from tests import hybrid_models, tiny_models
 from tests.any_class import classes, entries

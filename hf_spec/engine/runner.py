@@ -35,10 +35,9 @@ from hf_spec.engine.forward.row_batch import RowWork
 from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.tree_attention import PackedAttention, takes_packed
 from hf_spec.engine.model_call import ModelCall
-from hf_spec.engine.models.alibi import tree_alibi
 from hf_spec.engine.models.cross_attention import CrossAttention, decoding_parts, num_layers
+from hf_spec.engine.models.internal_positions import QueryPositions, scales_queries, tree_alibi
 from hf_spec.engine.models.latent_kv import expanded
-from hf_spec.engine.models.query_scaling import QueryPositions, scales_queries
 from hf_spec.engine.models.recurrent_layers import mixers_of, num_attention_layers
 from hf_spec.engine.models.recurrent_state import RecurrentMixers
 

@@ -60,29 +60,19 @@ def _words(command: str) -> list[str]:
 
 
 @cache
-def load(source: Path) -> ctypes.CDLL:
-    """Load the library of a C++ file; build it on a miss.
+def load(source: Path, text: str | None = None) -> ctypes.CDLL:
+    """Load the library of a C++ file, named after its folder; build it on a miss.
+
+    Generated C++ is given as `text` instead of the contents of the file, which need not exist. It
+    may include headers of the folder. Failures are logged as warnings.
 
     Raises:
         BuildError: if there is no suitable compiler or no usable cache folder.
     """
-    return _load(source.parent.name, source)
-
-
-@cache
-def load_text(name: str, text: str) -> ctypes.CDLL:
-    """Load the library of generated C++, which may include headers of this package."""
-    return _load(name, PACKAGE / f"{name}.cpp", text)
-
-
-def _load(name: str, place: Path, text: str | None = None) -> ctypes.CDLL:
-    """Load the C++ file at `place`, or `text` instead of its contents; log failures as warnings."""
     try:
-        return ctypes.CDLL(str(_library(name, place, text)))
+        return ctypes.CDLL(str(_library(source, text)))
     except (OSError, subprocess.SubprocessError, BuildError) as error:
         _warn(str(error))
-        if isinstance(error, BuildError):
-            raise
         raise BuildError(str(error)) from error
 
 
@@ -91,8 +81,7 @@ def _warn(reason: str) -> None:
     logger.warning("PyTorch operations replace C++ kernels and are slower: %s", reason)
 
 
-def _library(name: str, place: Path, text: str | None) -> Path:
-    """Return the path of the library of a source; build it on a miss."""
+def _library(source: Path, text: str | None) -> Path:
     if (words := compiler()) is None:
         wanted = os.environ.get("CXX")
         raise BuildError(
@@ -100,24 +89,17 @@ def _library(name: str, place: Path, text: str | None) -> Path:
             "clang, or set CXX"
         )
     command = [*words, *FLAGS, *([WIDE] if platform.machine() == "x86_64" else [])]
-    text = place.read_text() if text is None else text
-    folder = _kernels_folder()
-    path = folder / f"{name}-{_key(text, words, command)}.so"
-    if not _is_intact(path):
-        _build([*command, f"-I{place.parent}"], f'#line 1 "{place}"\n{text}', path)
-    return path
-
-
-def _kernels_folder() -> Path:
-    """Return this user's private folder of libraries in the cache."""
+    text = source.read_text() if text is None else text
     user = user_id()
     folder = cache_folder("kernels" if user is None else f"kernels-{user}")
     make_private(folder)
-    return folder
+    path = folder / f"{source.parent.name}-{_key(text, words, command)}.so"
+    if not _is_intact(path):
+        _build([*command, f"-I{source.parent}"], f'#line 1 "{source}"\n{text}', path)
+    return path
 
 
 def _is_intact(path: Path) -> bool:
-    """Return True if a library exists, belongs to this user and matches its digest."""
     if not path.exists():
         return False
     try:
@@ -137,7 +119,6 @@ def _digest_of(path: Path) -> Path:
 
 
 def _key(text: str, compiler: list[str], command: list[str]) -> str:
-    """Return a digest of source, headers, compiler, flags and processor."""
     headers = [path.read_bytes() for path in sorted(PACKAGE.rglob("*.h"))]
     parts = (text.encode(), *headers, _processor(tuple(compiler)), " ".join(command).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
@@ -146,17 +127,12 @@ def _key(text: str, compiler: list[str], command: list[str]) -> str:
 @cache
 def _processor(compiler: tuple[str, ...]) -> bytes:
     """Return the predefined macros of a compiler, which describe it and this processor."""
-    process = subprocess.run(
-        [*compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull],
-        capture_output=True,
-        check=True,
-        timeout=SECONDS,
-    )
-    return process.stdout
+    command = [*compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, check=True, timeout=SECONDS).stdout
 
 
 def _build(command: list[str], text: str, path: Path) -> None:
-    """Compile in a temporary folder, since another process may build the same, then move."""
+    # Another process may build the same.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         library = Path(folder) / path.name
         process = subprocess.run(

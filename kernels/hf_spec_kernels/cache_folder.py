@@ -38,7 +38,6 @@ def cache_folder(name: str = "") -> Path:
 
 
 def _is_usable(folder: Path) -> bool:
-    """Return True if a folder exists or can be created."""
     if folder.exists():
         return True
     nearest = next(parent for parent in folder.parents if parent.exists())
@@ -46,21 +45,13 @@ def _is_usable(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder that only this user can access, or check an existing one.
-
-    Raises:
-        PermissionError: see `check_private`.
-    """
+    """Create a folder that only this user can access, or `check_private` an existing one."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(folder)
 
 
 def check_private(path: Path) -> None:
-    """Reject a file or folder that another user may have written.
-
-    Raises:
-        PermissionError: if it belongs to another user, or others may write to it.
-    """
+    """Raise `PermissionError` for a file or folder that another user may have written."""
     user = user_id()
     if user is None:
         return

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -73,11 +72,11 @@ def serves(tensor: Tensor, impl: str = "auto") -> bool:
             f"impl='triton' on a tensor on {tensor.device}: move it to a GPU, use impl='torch', or "
             "start Python with TRITON_INTERPRET=1"
         )
-    if tensor.is_cuda and capability(tensor.device) < MIN_CAPABILITY:
+    if tensor.is_cuda and (version := capability(tensor.device)) < MIN_CAPABILITY:
+        has, needs = (".".join(map(str, numbers)) for numbers in (version, MIN_CAPABILITY))
         raise ValueError(
-            f"impl='triton' on {tensor.device}, a GPU of compute capability "
-            f"{_dotted(capability(tensor.device))}: the kernels need "
-            f"{_dotted(MIN_CAPABILITY)}; use impl='torch'"
+            f"impl='triton' on {tensor.device}, a GPU of compute capability {has}: the kernels "
+            f"need {needs}; use impl='torch'"
         )
     return True
 
@@ -99,8 +98,7 @@ def implementation(tensor: Tensor, impl: str, source: Path) -> str:
         if (obstacle := _obstacle(source)) is not None:
             raise ValueError(f"impl='cpp' cannot run here: {obstacle}; use impl='torch'")
         return "cpp"
-    if impl not in IMPLEMENTATIONS:
-        _raise_unknown(impl, (*IMPLEMENTATIONS, "cpp"))
+    _check(impl, (*IMPLEMENTATIONS, "cpp"))
     if serves(tensor, impl):
         return "triton"
     auto = impl == _preferred == "auto" and not (tensor.requires_grad and torch.is_grad_enabled())
@@ -110,7 +108,6 @@ def implementation(tensor: Tensor, impl: str, source: Path) -> str:
 
 @cache
 def _obstacle(source: Path) -> str | None:
-    """Return why a C++ file cannot be used on this machine; None if it can."""
     try:
         load(source)
     except BuildError as error:
@@ -125,17 +122,9 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
-
-
-def _check(impl: str) -> None:
-    if impl not in IMPLEMENTATIONS:
-        _raise_unknown(impl, IMPLEMENTATIONS)
-
-
-def _raise_unknown(impl: str, choices: Sequence[str]) -> NoReturn:
-    raise ValueError(f"impl={impl!r}; choose {', '.join(choices)}")
+def _check(impl: str, choices: Sequence[str] = IMPLEMENTATIONS) -> None:
+    if impl not in choices:
+        raise ValueError(f"impl={impl!r}; choose {', '.join(choices)}")
 
 
 def check_tensor(
@@ -145,14 +134,9 @@ def check_tensor(
     dtypes: torch.dtype | Sequence[torch.dtype],
     device: torch.device,
 ) -> None:
-    """Check a tensor before a kernel reads it; its last dimension must have stride 1, too.
+    """Check an argument before a kernel reads it; its last dimension must have stride 1, too.
 
-    Args:
-        name: of the argument, for the message.
-        tensor: the argument.
-        shape: expected shape, None for any size.
-        dtypes: one or several supported dtypes.
-        device: device of the other arguments.
+    Sizes of None in `shape` allow any; `device` is that of the other arguments.
 
     Raises:
         TypeError: for another dtype.
@@ -165,10 +149,9 @@ def check_tensor(
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         raise TypeError(f"{name} is {dtype}, it must be {names}")
     fits = len(sizes) == len(shape)
-    if fits:
-        for want, have in zip(shape, sizes, strict=True):
-            if want != have and want is not None:
-                fits = False
+    for want, have in zip(shape, sizes, strict=False):
+        if want != have and want is not None:
+            fits = False
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {tuple(sizes)}, expected ({wanted})")

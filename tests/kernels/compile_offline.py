@@ -23,7 +23,7 @@ from hf_spec_kernels.distill_loss.kernel import distill_loss
 from hf_spec_kernels.draft_features.kernel import draft_features
 from hf_spec_kernels.kv_keep.kernel import kv_keep
 from hf_spec_kernels.kv_write.kernel import kv_write
-from hf_spec_kernels.ragged_tree_attention.launch import ragged_tree_attention
+from hf_spec_kernels.ragged_tree_attention.kernel import ragged_tree_attention
 from hf_spec_kernels.verify_tree.kernel import verify_tree
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver

@@ -17,7 +17,7 @@ from tests.compiler import needs_compiler
 pytestmark = needs_compiler
 
 HEAD = (
-    '#include "decoder_layer/layer.h"\n'
+    '#include "layer.h"\n'
     'extern "C" void run(const void* const* constants, const Weight* weights, '
     "const Attention* attention, const Call* call) {\n"
     "const auto* inputs = call->inputs; auto* outputs = call->outputs;\n"

@@ -91,11 +91,11 @@ def test_the_reference_attends_along_paths(name: str) -> None:
 def compare(
     case: Case, how: Scoring, num_splits: int | None = None, small_tiles: bool = True
 ) -> None:
-    from hf_spec_kernels.ragged_tree_attention import launch
+    from hf_spec_kernels.ragged_tree_attention import kernel
 
     before = launches["ragged_tree_attention"]
     with trying("ragged_tree_attention", TILE) if small_tiles else nullcontext():
-        out = launch.ragged_tree_attention(*case.tensors, how, num_splits)
+        out = kernel.ragged_tree_attention(*case.tensors, how, num_splits)
     assert launches["ragged_tree_attention"] == before + 1
     expected = ragged_tree_attention(*case.tensors, how, impl="torch")
     assert out.dtype == case.query.dtype
@@ -185,7 +185,7 @@ def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
     broken: float, name: str, num_splits: int, device: torch.device
 ) -> None:
     """In row 1 place 41 is node 4, a leaf; windows begin after the other, in the same tile."""
-    from hf_spec_kernels.ragged_tree_attention import launch
+    from hf_spec_kernels.ragged_tree_attention import kernel
 
     case, how = make_case(device=device), scoring(name, device)
     whole = ragged_tree_attention(*case.tensors, how, impl="torch")
@@ -194,7 +194,7 @@ def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
         case.values[4, 0, place, 5] = broken
         case.keys[4, 1, place, 5] = math.nan
     with trying("ragged_tree_attention", TILE):
-        outputs = [launch.ragged_tree_attention(*case.tensors, how, num_splits)]
+        outputs = [kernel.ragged_tree_attention(*case.tensors, how, num_splits)]
     outputs.append(ragged_tree_attention(*case.tensors, how, impl="torch"))
     for out in outputs:
         torch.testing.assert_close(out, outputs[-1], atol=5e-6, rtol=0, equal_nan=True)

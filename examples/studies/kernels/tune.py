@@ -54,7 +54,7 @@ def attention_call(key: str, device: torch.device, context: int = CONTEXT) -> Ca
     """
     head, bits, rows = key.split("_")
     dtype = _dtype(bits)
-    # Few rows are those of one tile; see `launch.config_key`.
+    # Few rows are those of one tile; see `kernel.config_key`.
     nodes = NODES[rows]
     size, places = int(head.removeprefix("head")), context + nodes
     query = torch.randn(nodes, KV_HEADS * GROUPS, size, device=device).to(dtype)

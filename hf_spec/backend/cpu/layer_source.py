@@ -1,12 +1,9 @@
 """C++ of a decoder layer, generated from its traced graph.
 
 Tokens of a decoder layer interact in attention only. All other operations run token by token on
-vectors of known size, which a C++ compiler turns into fast loops. A loop is written for every
-result that is used more than once, reduced, multiplied by a weight or passed to attention.
-Operations in between become expressions in these loops, and views become other strides.
-
-Linear layers and attention call the same kernels as uncompiled layers. The result of a token has
-the same bits in every batch.
+vectors of known size, in a loop for every result that is used more than once, reduced, multiplied
+by a weight or passed to attention. Operations in between become expressions in these loops, and
+views become other strides. The result of a token has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -20,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hf_spec.backend.cpu.layer_text import LayerText
-from hf_spec.backend.cpu.layer_values import (
+from hf_spec.backend.cpu.layer_text import (
     ELEMENTWISE,
     TOKENS,
     TYPES,
     VIEWS,
+    LayerText,
     Leaf,
     SourceError,
     Value,
@@ -56,14 +53,9 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Attention of a layer.
+    """Attention of a layer; `keys` and `values` are the number of heads and the head size."""
 
-    Attributes:
-        window: sliding window as passed to `TracedStep.attend`.
-        dtype: dtype of queries, keys and values.
-        keys, values: number of heads and head size.
-    """
-
+    # As passed to `TracedStep.attend`.
     window: int | None
     dtype: torch.dtype
     keys: tuple[int, int]
@@ -112,11 +104,7 @@ def layer_source(graph: fx.Graph, num_constants: int = 0) -> LayerSource:
 
 
 class _Writer:
-    """Writes the nodes of a graph in order.
-
-    Attributes:
-        linears, attention: see `LayerSource`.
-    """
+    """Writes the nodes of a graph in order."""
 
     def __init__(self, text: LayerText, num_constants: int) -> None:
         self._num_constants = num_constants
@@ -142,7 +130,6 @@ class _Writer:
         self._values[node] = Value.of(leaf, tensor.dtype)
 
     def add_output(self, index: int, node: fx.Node) -> Value:
-        """Write a result to the caller's memory."""
         value: Value = self._get(node)
         axis = token_axis(value.shape)
         if axis is None or value.shape[:axis].numel() > 1:
@@ -253,7 +240,7 @@ class _Writer:
     def _normed(
         self, arg: fx.Node, sizes: Sequence[int], weight: Any, bias: Any, eps: float
     ) -> tuple[Value, None, None]:
-        """Write a layer norm, which PyTorch computes in float32."""
+        # PyTorch computes it in float32.
         value, axes = self._get(arg), range(-len(sizes), 0)
         states = self._text.stored(value).cast(torch.float32)
         mean = self._reduced(states, axes, keep=True, is_mean=True)
@@ -269,7 +256,13 @@ class _Writer:
         return result.cast(value.dtype), None, None
 
     def _joined(self, args: Sequence[fx.Node], axis: int = 0) -> Value:
-        values = [self._get(arg) for arg in args]
+        return self._concatenated([self._get(arg) for arg in args], axis)
+
+    def _stacked(self, args: Sequence[fx.Node], axis: int = 0) -> Value:
+        values = [self._viewed(aten.unsqueeze.default, arg, axis) for arg in args]
+        return self._concatenated(values, axis)
+
+    def _concatenated(self, values: Sequence[Any], axis: int) -> Value:
         shape = list(values[0].shape)
         axis %= len(shape)
         if shape[axis] == TOKENS:
@@ -280,17 +273,6 @@ class _Writer:
             size = value.shape[axis]
             self._text.assign(Leaf(to.array, to.form.narrow(axis, begin, size)), value)
             begin += size
-        return Value.of(to, values[0].dtype)
-
-    def _stacked(self, args: Sequence[fx.Node], axis: int = 0) -> Value:
-        values = [self._get(arg) for arg in args]
-        shape = list(values[0].shape)
-        axis %= len(shape) + 1
-        to = self._text.memory(
-            torch.Size([*shape[:axis], len(values), *shape[axis:]]), values[0].dtype
-        )
-        for index, value in enumerate(values):
-            self._text.assign(Leaf(to.array, to.form.select(axis, index)), value)
         return Value.of(to, values[0].dtype)
 
     def _multiplied(self, arg: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Value:
@@ -334,13 +316,13 @@ class _Writer:
         if sinks is not None:
             logits = self._get(sinks).cast(torch.float32)
             added = [self._text.in_memory(logits, lambda form: form.is_contiguous())]
-        places = [f"{leaf.address}, {_steps(leaf)}" for leaf in leaves]
+        # Addresses, and strides between tokens and between heads of (1, H, T, D).
+        places = [f"{a.address}, {a.form.stride(2)}, {a.form.stride(1)}" for a in leaves]
         scale = constant(width**-0.5 if scaling is None else scaling)
+        store = "store(*attention, attention->"
         self._text.for_all(
-            f"store(*attention, attention->keys, call->places, {places[1]}, tokens, {kv_heads}, "
-            f"{width});\n"
-            f"store(*attention, attention->values, call->places, {places[2]}, tokens, {kv_heads}, "
-            f"{value_width});\n"
+            f"{store}keys, call->places, {places[1]}, tokens, {kv_heads}, {width});\n"
+            f"{store}values, call->places, {places[2]}, tokens, {kv_heads}, {value_width});\n"
             f"attend(*attention, call->layout, {places[0]}, {to.address}, "
             f"{added[0].address if added else 'nullptr'}, {scale}, {constant(softcap or 0.0)}, "
             f"{heads}, {kv_heads}, {width}, {value_width}, threads);",
@@ -349,7 +331,6 @@ class _Writer:
         return Value.of(to, dtype)
 
     def _argument(self, index: int) -> str:
-        """Return the C++ that reads the address of an input."""
         constants = self._num_constants
         return f"constants[{index}]" if index < constants else f"inputs[{index - constants}]"
 
@@ -372,13 +353,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _size(size: Any) -> int:
-    """Return the size of an input, `TOKENS` for the symbolic number of tokens."""
     if isinstance(size, int):
         return size
     expression = size.node.expr
     return int(expression) if expression.is_number else TOKENS
-
-
-def _steps(leaf: Leaf) -> str:
-    """Return the strides between tokens and between heads of (1, H, T, D)."""
-    return f"{leaf.form.stride(2)}, {leaf.form.stride(1)}"

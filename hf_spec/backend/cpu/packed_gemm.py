@@ -6,8 +6,7 @@ private operators of PyTorch. Each is checked on a sample, and measurements on t
 form per dtype, and per weight shape the numbers of rows for which `F.linear` is slower.
 
 The forms add in different order. In bfloat16 that changes tokens, so there our kernel runs all
-GEMMs if it can be built: the bits of a row do not depend on the number of rows. Drafts need not be
-exact, so for them there is a form with weights in bfloat16, which is less memory to read.
+GEMMs if it can be built. Drafts need not be exact: for them there are weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
-from hf_spec_kernels.packed_linear import BuildError, PackedWeight, pack_weight, packed_linear
+from hf_spec_kernels.packed_linear import PackedWeight, pack_weight, packed_linear
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -47,8 +45,7 @@ Packed: TypeAlias = PackedWeight | Tensor
 Gemm: TypeAlias = Callable[..., Tensor]
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """A packing of weights, and the GEMM that reads it."""
 
     name: str
@@ -57,39 +54,30 @@ class Form:
 
 
 class Rows(NamedTuple):
-    """Numbers of rows for which packed weights are used.
-
-    Attributes:
-        least, most: bounds, inclusive.
-        padded: fewer rows are padded to this number.
-    """
+    """Numbers of rows for which packed weights are used, bounds included."""
 
     least: int
     most: int
+    # Fewer rows are padded to this number.
     padded: int = 1
 
 
 EVERY_ROW = Rows(1, NO_LIMIT)
 
 
-def _onednn_pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
-
-
 def _onednn_gemm(states: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-        states, packed, bias, "none", [], ""
-    )
+    run = torch.ops.mkldnn._linear_pointwise.default
+    output: Tensor = run(states, packed, bias, "none", [], "")
     return output
 
 
-def _pack_rounded(weight: Tensor) -> PackedWeight:
-    return pack_weight(weight.bfloat16(), weight.dtype)
-
-
 OWN = Form("our kernel", pack_weight, packed_linear)
-ROUNDED = Form("our kernel, weights in bfloat16", _pack_rounded, packed_linear)
-ONEDNN = Form("oneDNN", _onednn_pack, _onednn_gemm)
+ROUNDED = Form(
+    "our kernel, weights in bfloat16", lambda w: pack_weight(w.bfloat16(), w.dtype), packed_linear
+)
+ONEDNN = Form(
+    "oneDNN", lambda w: torch.ops.mkldnn._reorder_linear_weight(w, PACKED_ROWS), _onednn_gemm
+)
 FORMS = (OWN, ONEDNN)
 
 
@@ -103,12 +91,8 @@ def pack(weight: Tensor) -> Packed | None:
 @torch.no_grad()
 def pack_rounded(weight: Tensor) -> Packed | None:
     """Pack an (N, K) weight in bfloat16; return None if that is not faster than `pack`."""
-    return ROUNDED.pack(weight.detach()) if is_rounding_faster(weight) else None
-
-
-def is_rounding_faster(weight: Tensor) -> bool:
-    """Return True if GEMMs with the weight in bfloat16 are faster than with the exact one."""
-    return weight.dtype == torch.float32 and rounded_rows() > 0
+    faster = weight.dtype == torch.float32 and rounded_rows() > 0
+    return ROUNDED.pack(weight.detach()) if faster else None
 
 
 @functools.cache
@@ -168,7 +152,7 @@ def obstacle(form: Form, dtype: torch.dtype) -> str | None:
     sample = torch.randn(1, 5, 64, generator=generator).to(dtype)
     try:
         output = form.gemm(sample, form.pack(weight), bias)
-    except (AttributeError, BuildError, NotImplementedError, RuntimeError, TypeError) as error:
+    except (AttributeError, RuntimeError, TypeError) as error:
         return str(error)
     # Sums of 64 products of size 1: rounding stays well below these.
     tolerance = 1e-4 if dtype == torch.float32 else 0.25
@@ -183,15 +167,10 @@ def _fastest_form(
     numbers_of_rows: Sequence[int],
     head_start: float = 1.0,
 ) -> Form:
-    """Return the form with the fastest GEMMs, on weights larger than any cache.
-
-    Forms after the first must be faster by the factor `head_start`.
-    """
+    """Return the fastest form; those after the first must be faster by the factor `head_start`."""
     size = 1024
-    weights = [
-        torch.full((size, size), 0.5, dtype=dtype)
-        for _ in range(TIMED_BYTES // (size * size * dtype.itemsize))
-    ]
+    count = TIMED_BYTES // (size * size * dtype.itemsize)
+    weights = [torch.full((size, size), 0.5, dtype=dtype) for _ in range(count)]
     timed = [(form.gemm, [form.pack(weight) for weight in weights]) for form in forms]
     seconds = [0.0] * len(forms)
     for rows in numbers_of_rows:
@@ -202,28 +181,20 @@ def _fastest_form(
     return forms[weighed.index(min(weighed))]
 
 
-def timed_as(weight: Tensor) -> tuple[Hashable, ...]:
-    """Return the key of times of GEMMs with a weight."""
-    return weight.shape, weight.dtype, torch.get_num_threads()
-
-
-# By `timed_as`: rows for which such weights are used packed, timed once per process.
+# Rows for which weights of a shape and dtype are used packed, by number of threads too; timed once
+# per process.
 served: dict[tuple[Hashable, ...], Rows] = {}
 
 
 def packed_rows(weight: Tensor, pairs: Sequence[tuple[Tensor, Packed | None]]) -> Rows:
     """Return the numbers of rows for which weights of this shape are used packed on this machine.
 
-    `F.linear` can be faster at 1 and 2 rows and at long prompts. In the dtypes of `SAME_BITS` our
-    kernel runs every number of rows.
-
-    Args:
-        weight: a weight of the model.
-        pairs: all weights of the model and their packed forms, for timing.
+    `F.linear` can be faster at 1 and 2 rows and at long prompts. Timings use the `pairs`, all
+    weights of the model and their packed forms.
     """
     if weight.dtype in SAME_BITS and form_of(weight.dtype) is OWN:
         return EVERY_ROW
-    key = timed_as(weight)
+    key = weight.shape, weight.dtype, torch.get_num_threads()
     if key not in served:
         count = max(1, TIMED_BYTES // weight.nbytes)
         same_shape = [
@@ -254,7 +225,6 @@ def _fastest_rows(pairs: Sequence[tuple[Tensor, Packed]]) -> Rows:
 
 @functools.cache
 def _most_rows(dtype: torch.dtype, num_threads: int) -> int:
-    """Return the most rows for which packed weights are used on this machine."""
     weights = [torch.ones(1024, 1024, dtype=dtype) for _ in range(2)]
     copies = [pack(weight) for weight in weights]
     states = torch.ones(256, 1024, dtype=dtype)

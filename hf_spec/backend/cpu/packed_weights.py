@@ -39,18 +39,12 @@ SAMPLED_WORD = 97
 
 @dataclass
 class PackedForms:
-    """Packed forms of one weight.
-
-    Attributes:
-        stamp: fingerprint of the weight that was packed.
-        exact: in the dtype of the weight.
-        rounded: in bfloat16, for drafts.
-        rows: numbers of rows for which `exact` is used.
-    """
+    """Packed forms of a weight with the fingerprint `stamp`; `rounded` is bfloat16, for drafts."""
 
     stamp: tuple[int, ...]
     exact: Packed | None = None
     rounded: Packed | None = None
+    # For which `exact` is used.
     rows: Rows = EVERY_ROW
 
     @property
@@ -64,45 +58,11 @@ class _Cache:
 
     def __init__(self) -> None:
         self.mode = "auto"
-        self.entries = WeakIdKeyDictionary()
-
-    @property
-    def packed(self) -> list[Packed]:
-        """All packed weights."""
-        # Listing the inner dictionary is atomic; other threads may be packing.
-        return [packed for forms in list(self.entries.data.values()) for packed in forms.all]
-
-    def clear(self) -> None:
-        """Free all packed weights."""
-        self.entries.clear()
-
-    def make(self, weights: Sequence[Tensor], rounded: bool) -> None:
-        """Pack weights that are new or have changed, rounded to bfloat16 where that is faster."""
-        if self.mode == "off":
-            return
-        room = float("inf")
-        if self.mode == "auto":
-            taken = cpu_packing_bytes()
-            room = (_available_bytes() + taken) * MEMORY_SHARE - taken
-        for weight in weights:
-            stamp, forms = _stamp(weight), self.entries.get(weight)
-            if forms is None or forms.stamp != stamp:
-                forms = self.entries[weight] = PackedForms(stamp)
-            if rounded and forms.rounded is None and weight.nbytes // 2 <= room:
-                forms.rounded = pack_rounded(weight)
-                room -= 0 if forms.rounded is None else forms.rounded.nbytes
-            if forms.exact is None and not (rounded and forms.rounded is not None):
-                if weight.nbytes > room:
-                    _log_once("memory is short: not every linear weight is packed for the CPU")
-                elif (exact := pack(weight)) is not None:
-                    forms.exact = exact
-                    room -= exact.nbytes
-            if not forms.all:
-                del self.entries[weight]
+        self.forms = WeakIdKeyDictionary()
+        self.lock = threading.Lock()
 
 
 _cache = _Cache()
-_lock = threading.Lock()
 
 
 def set_cpu_packing(mode: str) -> None:
@@ -124,36 +84,58 @@ def set_cpu_packing(mode: str) -> None:
 
 def clear_cpu_packing() -> None:
     """Free the packed weights; running generations hold theirs until they end."""
-    with _lock:
-        _cache.clear()
+    with _cache.lock:
+        _cache.forms.clear()
 
 
 def cpu_packing_bytes() -> int:
     """Return the memory of all packed weights in bytes."""
-    return sum(packed.nbytes for packed in _cache.packed)
+    # Listing the inner dictionary is atomic; other threads may be packing.
+    return sum(packed.nbytes for forms in list(_cache.forms.data.values()) for packed in forms.all)
 
 
 def packed_weights_of(weight: Tensor) -> PackedForms | None:
     """Return the packed forms of a weight as of the last `pack_weights`, if there are any."""
-    with _lock:
-        forms: PackedForms | None = _cache.entries.get(weight)
+    with _cache.lock:
+        forms: PackedForms | None = _cache.forms.get(weight)
         return forms
 
 
 def pack_weights(weights: Sequence[Tensor], rounded: bool) -> None:
     """Pack weights that are new or have changed since they were packed; reads every weight once.
 
-    Args:
-        weights: of linear layers, on the CPU.
-        rounded: True for drafts, whose weights may be rounded to bfloat16, see `packed_gemm`.
+    With `rounded`, for drafts, weights are rounded to bfloat16 where that is faster.
     """
-    with _lock:
-        _cache.make(weights, rounded)
-        entries = [(weight, _cache.entries.get(weight)) for weight in weights]
+    with _cache.lock:
+        if _cache.mode != "off":
+            _pack(weights, rounded)
+        entries = [(weight, _cache.forms.get(weight)) for weight in weights]
     packed = [(weight, forms) for weight, forms in entries if forms and forms.exact is not None]
     pairs = [(weight, forms.exact) for weight, forms in packed]
     for weight, forms in packed:
         forms.rows = packed_rows(weight, pairs)
+
+
+def _pack(weights: Sequence[Tensor], rounded: bool) -> None:
+    room = float("inf")
+    if _cache.mode == "auto":
+        taken = cpu_packing_bytes()
+        room = (_available_bytes() + taken) * MEMORY_SHARE - taken
+    for weight in weights:
+        stamp, forms = _stamp(weight), _cache.forms.get(weight)
+        if forms is None or forms.stamp != stamp:
+            forms = _cache.forms[weight] = PackedForms(stamp)
+        if rounded and forms.rounded is None and weight.nbytes // 2 <= room:
+            forms.rounded = pack_rounded(weight)
+            room -= 0 if forms.rounded is None else forms.rounded.nbytes
+        if forms.exact is None and not (rounded and forms.rounded is not None):
+            if weight.nbytes > room:
+                _log_once("memory is short: not every linear weight is packed for the CPU")
+            elif (exact := pack(weight)) is not None:
+                forms.exact = exact
+                room -= exact.nbytes
+        if not forms.all:
+            del _cache.forms[weight]
 
 
 def _stamp(weight: Tensor) -> tuple[int, ...]:
@@ -172,20 +154,18 @@ def _stamp(weight: Tensor) -> tuple[int, ...]:
 
 
 def _mixed(words: Tensor) -> int:
-    """Return a sum of (N,) int64 that depends on their order."""
     return int((words * _odd_factors(len(words))).sum())
 
 
 @functools.cache
 def _odd_factors(count: int) -> Tensor:
-    """Return (count,) odd int64 numbers, pseudorandom with a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     limits = torch.iinfo(torch.int64)
     return torch.randint(limits.min, limits.max, (count,), generator=generator) | 1
 
 
 def _available_bytes() -> int:
-    """Return the available memory in bytes by Linux and its control group; 0 if unknown."""
+    # By Linux and its control group; 0 if unknown.
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""Capture of CUDA graphs, on one stream per device, and the setting that enables it."""
+"""Capture of CUDA graphs: one stream per device, operations that prevent it, and its setting."""
 
 from __future__ import annotations
 
@@ -10,25 +10,31 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_spec.backend.device import graph_store
 from hf_spec.common.errors import OptionError
 
 MODES = ("auto", "off")
+# They return a value or a size to the host; `torch.multinomial` reads one internally.
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
+READS |= {"multinomial"}
+COPIES = {"_to_copy", "copy_"}
+INDEXING = {"index", "index_put_"}
+MASKS = {torch.bool, torch.uint8}
+WATCHED = READS | COPIES | INDEXING
 
 _lock = threading.Lock()
 
 
 @dataclass
 class Switch:
-    """Settings of generations that start from now on.
-
-    Attributes:
-        mode: one of `MODES`.
-        always_padded: True to pad steps as for graphs on every device, for tests without a GPU.
-    """
+    """Settings of generations that start from now on."""
 
     mode: str = "auto"
+    # Pad steps as for graphs on every device, for tests without a GPU.
     always_padded: bool = False
 
 
@@ -77,20 +83,17 @@ def padded_steps() -> Iterator[None]:
 
 @contextmanager
 def recording(device: torch.device, memory: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """Capture the launches of the block on `device`; none of them runs.
+    """Capture the launches of the block, all on `device`; none of them runs.
 
-    Args:
-        device: device of all launches.
-        memory: memory pool of the graph, from `torch.cuda.graph_pool_handle()`.
-
-    Yields:
-        The graph, complete after the block.
+    The graph that is yielded is complete after the block. Its memory pool `memory` comes from
+    `torch.cuda.graph_pool_handle()`.
     """
     graph = torch.cuda.CUDAGraph()
     # Autocast caches casts of the current weights and frees them at its end; a graph must cast in
     # every replay, and its casts must not be read outside of it.
     torch.clear_autocast_cache()
-    with _lock, _current_stream(device):
+    # PyTorch does not restore the current stream after a failed capture.
+    with _lock, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream()):
         # Other threads may use the device meanwhile.
         launches = torch.cuda.graph(
             graph, pool=memory, stream=capture_stream(device), capture_error_mode="thread_local"
@@ -110,8 +113,37 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@contextmanager
-def _current_stream(device: torch.device) -> Iterator[None]:
-    """Restore the current stream, which PyTorch does not do after a failed capture."""
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream()):
-        yield
+class WaitError(RuntimeError):
+    """An operation would have synchronized the host with the device."""
+
+
+class NoWaits(TorchDispatchMode):
+    """Raises `WaitError` instead of running an operation that synchronizes with `device`.
+
+    Such an operation cannot be captured. PyTorch's debug mode for them applies to all threads of
+    the process; this applies to the code inside its block.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._device = device.type
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name in WATCHED and self._waits(name, args, kwargs):
+            raise WaitError(f"{name} makes the host wait for the {self._device}")
+        return func(*args, **kwargs)
+
+    def _waits(self, name: str, args: Any, kwargs: Any) -> bool:
+        tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
+        there = [tensor.device.type == self._device for tensor in tensors]
+        if name in COPIES:
+            end = there[0]
+            if name == "_to_copy" and (device := kwargs.get("device")) is not None:
+                end = torch.device(device).type == self._device
+            return end != there[-1] and not kwargs.get("non_blocking")
+        if not any(there):
+            return False
+        if name in INDEXING:
+            return any(index.dtype in MASKS for index in args[1] if index is not None)
+        return True

@@ -8,7 +8,6 @@ read without synchronizing, once the device has passed both events.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -16,36 +15,21 @@ import torch
 from hf_spec.backend.device import transfer
 
 
-class Clock(ABC):
-    """Marks moments in the work of a generation."""
+class Clock:
+    """Marks moments in the work of a generation: here in work that the host runs synchronously."""
 
-    @abstractmethod
     def mark(self) -> Any:
         """Return the current moment: after all work so far, before all later work."""
-
-    @abstractmethod
-    def passed(self, mark: Any) -> bool:
-        """Return True if the moment has been reached; does not synchronize."""
-
-    @abstractmethod
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the time between two moments that have passed."""
-
-
-class HostClock(Clock):
-    """Clock of work that the host runs synchronously."""
-
-    def mark(self) -> float:
-        """See `Clock`."""
         return time.perf_counter()
 
-    def passed(self, mark: float) -> bool:
-        """Return True."""
+    def passed(self, mark: Any) -> bool:
+        """Return True if the moment has been reached; does not synchronize."""
         return True
 
-    def seconds(self, start: float, end: float) -> float:
-        """See `Clock`."""
-        return end - start
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the time between two moments that have passed."""
+        seconds: float = end - start
+        return seconds
 
 
 class DeviceClock(Clock):
@@ -71,16 +55,11 @@ class DeviceClock(Clock):
 
 def clock_of(device: torch.device) -> Clock:
     """Return the clock for work on a device."""
-    return DeviceClock(device) if device.type in transfer.ASYNCHRONOUS else HostClock()
+    return DeviceClock(device) if device.type in transfer.ASYNCHRONOUS else Clock()
 
 
 class Stopwatch:
-    """Sums of durations by name.
-
-    Attributes:
-        clock: marks the moments.
-        seconds: durations read so far, by name.
-    """
+    """Sums of durations by name; `seconds` holds those that were read so far."""
 
     def __init__(self, clock: Clock):
         self.clock = clock

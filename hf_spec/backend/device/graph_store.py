@@ -20,24 +20,19 @@ from transformers import PreTrainedConfig
 _lock = threading.Lock()
 # One pool per model: pools of several batch sizes would take memory that a call may need.
 _stored: WeakKeyDictionary[nn.Module, StoredGraphs] = WeakKeyDictionary()
-_refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+# Models whose steps cannot be captured -> why.
+refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 @dataclass
 class StoredGraphs:
-    """CUDA graphs and the pool that they write to.
+    """CUDA graphs by shape, their CUDA memory pool, and the KV pool that they write to."""
 
-    Attributes:
-        key: settings of the call that recorded them, such as the batch size.
-        state: state of the model during the recording, see `state_of`.
-        capacity: tokens per slot of the pool.
-        buffers: keys and values of the pool by layer.
-        recorded: the graphs by shape.
-        memory: CUDA memory pool of the graphs.
-    """
-
+    # Settings of the call that recorded them, such as the batch size.
     key: Hashable
+    # `state_of` the model during the recording.
     state: object
+    # Tokens per slot of the KV pool, and its keys and values by layer.
     capacity: int
     buffers: tuple[dict[int, Tensor], dict[int, Tensor]]
     recorded: Any
@@ -69,20 +64,10 @@ def free() -> None:
         _stored.clear()
 
 
-def refuse(model: nn.Module, reason: str) -> None:
-    """Record that steps of `model` cannot be captured."""
-    _refusals[model] = reason
-
-
-def refusal(model: nn.Module) -> str | None:
-    """Return why an earlier capture failed; None if none did."""
-    return _refusals.get(model)
-
-
 def forget() -> None:
     """Free all stored graphs and forget earlier failures."""
     free()
-    _refusals.clear()
+    refusals.clear()
 
 
 def state_of(model: nn.Module) -> object:
@@ -90,11 +75,11 @@ def state_of(model: nn.Module) -> object:
 
     A graph replays the weights, numbers and branches that it was captured with.
     """
-    return _Frozen()(model), _settings()
+    return _frozen(model, {}), _settings()
 
 
 def _settings() -> tuple[object, ...]:
-    """Return the settings of PyTorch that decide which kernels a call launches."""
+    # They decide which kernels a call launches.
     matmul = torch.backends.cuda.matmul
     return (
         torch.is_inference_mode_enabled(),
@@ -107,42 +92,33 @@ def _settings() -> tuple[object, ...]:
     )
 
 
-class _Frozen:
-    """Snapshots of values for a later comparison.
+def _frozen(value: Any, numbers: dict[int, int]) -> object:
+    """Return a snapshot for a later comparison.
 
-    Modules, configs and containers are compared by content, other objects by identity.
+    Modules, configs and containers are compared by content, other objects by identity. `numbers`
+    are those of modules and configs by id: they are shared, and may refer to themselves.
     """
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
-
-    def __call__(self, value: Any) -> object:
-        if type(value) in _PLAIN:
-            return value
-        if type(value) in (Tensor, nn.Parameter):
-            return value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
-        if isinstance(value, dict):
-            # Inlined for speed: modules are full of numbers and empty containers.
-            return [
-                (key, item if type(item) in _PLAIN else self(item))
-                for key, item in value.items()
-                if type(item) not in _EMPTY or item
-            ]
-        if isinstance(value, (set, frozenset)):
-            value = sorted(value, key=repr)
-        if isinstance(value, (list, tuple)):
-            return tuple(map(self, value))
-        if isinstance(value, (nn.Module, PreTrainedConfig)):
-            return self._members(value)
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (Tensor, nn.Parameter):
+        return value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
+    if isinstance(value, dict):
+        # Inlined for speed: modules are full of numbers and empty containers.
+        return [
+            (key, item if type(item) in _PLAIN else _frozen(item, numbers))
+            for key, item in value.items()
+            if type(item) not in _EMPTY or item
+        ]
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr)
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item, numbers) for item in value)
+    if not isinstance(value, (nn.Module, PreTrainedConfig)):
         return _Same(value)
-
-    def _members(self, value: Any) -> object:
-        # A second visit gives a number: modules are shared, and may refer to themselves.
-        if id(value) in self._numbers:
-            return self._numbers[id(value)]
-        self._numbers[id(value)] = len(self._numbers)
-        kind = type(value).forward if isinstance(value, nn.Module) else type(value)
-        return kind, self(vars(value))
+    is_known = id(value) in numbers
+    number = numbers.setdefault(id(value), len(numbers))
+    kind = type(value).forward if isinstance(value, nn.Module) else type(value)
+    return number if is_known else (kind, _frozen(vars(value), numbers))
 
 
 _PLAIN = {bool, int, float, str, bytes, type(None), torch.dtype, torch.device, type}

@@ -62,7 +62,6 @@ def dense_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _without_tuners(module: nn.Module) -> nn.Module:
-    """Replace PEFT layers by the layers that they wrap."""
     inner = getattr(module, "get_base_layer", None)
     if callable(inner):
         return inner()

@@ -1,25 +1,18 @@
 """Compiled decoder layers of one model: each layer is traced, generated as C++ and called once.
 
-On a CPU a third or more of a small step is spent on small operations that are called one by one. A
-compiled layer is a single call. Layers of one kind share a C++ function, so compiling takes seconds
-for a model of any depth. Everything around the layers (hidden states, virtual tokens, hooks) is
-unchanged.
-
-Compiling is opt-in: `hf_spec.compile(model)`, or `compile=True` of a strategy. The first call of
-every kind runs both compiled and uncompiled, and the results are compared. A layer runs uncompiled,
-and the log names the reason, if it cannot be traced, if its result differs, or if it reads state
-whose changes cannot be detected (`layer_state`). That state is checked before every forward pass.
-Compiled forwards are installed during a generation only (`ForwardOverrides`).
+On a CPU a third or more of a small step is spent on small operations that are called one by one.
+The first call of every kind runs both compiled and uncompiled, and the results are compared. A
+layer runs uncompiled, and the log names the reason, if it cannot be traced, if its result differs,
+or if it reads state whose changes cannot be detected (`layer_state`).
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +30,6 @@ from hf_spec.engine.fast.layer_tracing import (
     LayerFunction,
     as_tuple,
     compile_layer,
-    linears_of,
     tensors_of,
 )
 from hf_spec.engine.fast.packed_linear import has_fast_forward, packed_changes
@@ -59,55 +51,40 @@ MAX_STEP_CALLS = 4
 
 
 class _ThreadSettings(threading.local):
-    """Settings of the calls that this thread runs.
-
-    Attributes:
-        compile: overrides `CompiledLayers.enabled` of every model unless it is None.
-        compiled: True if the current forward pass runs layers compiled.
-        uncompiled: True while layers must run uncompiled because Python code acts inside them.
-    """
-
+    # Overrides `CompiledLayers.enabled` of every model unless it is None.
     compile: bool | None = None
+    # True if the current forward pass runs layers compiled.
     compiled: bool = False
-    uncompiled: bool = False
 
 
 _thread = _ThreadSettings()
 
 
 @contextmanager
-def _set(name: str, value: bool | None) -> Iterator[None]:
-    before = getattr(_thread, name)
-    setattr(_thread, name, value)
-    try:
-        yield
-    finally:
-        setattr(_thread, name, before)
-
-
-def compiling(wanted: bool | None) -> AbstractContextManager[None]:
+def compiling(wanted: bool | None) -> Iterator[None]:
     """Switch compiled layers on or off for all models that this thread runs inside the block.
 
     With None, `hf_spec.compile` of each model decides.
     """
-    return _set("compile", wanted)
+    before, _thread.compile = _thread.compile, wanted
+    try:
+        yield
+    finally:
+        _thread.compile = before
 
 
-def uncompiled() -> AbstractContextManager[None]:
-    """Run layers uncompiled in this thread, for hooks that act inside them."""
-    return _set("uncompiled", True)
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run layers uncompiled inside the block, a part of a forward pass, for hooks inside them."""
+    before, _thread.compiled = _thread.compiled, False
+    try:
+        yield
+    finally:
+        _thread.compiled = before
 
 
 # Errors of a layer that cannot be traced or compiled.
-REASONS = (
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+ERRORS = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 _lock = threading.RLock()
 _forwards = ForwardOverrides()
@@ -135,7 +112,6 @@ class CompiledLayers:
         self._packed = 0
         # Long keys and the numbers that stand for them; hashing a long key takes microseconds.
         self._numbers: dict[Hashable, int] = {}
-        self._counter = itertools.count()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> CompiledLayers:
@@ -155,47 +131,60 @@ class CompiledLayers:
             session.install()
             yield session
 
-    def join(self) -> None:
-        """Count one more session."""
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a session; the end of the last one frees everything that refers to weights."""
         with _lock:
             self._sessions += 1
-
-    def leave(self) -> None:
-        """Count one session less; the last one frees everything that refers to weights."""
-        with _lock:
-            self._sessions -= 1
-            if not self._sessions:
-                self._state = None
-                for layer in self.layers:
-                    layer.end()
+        try:
+            yield
+        finally:
+            with _lock:
+                self._sessions -= 1
+                if not self._sessions:
+                    self._state = None
+                    for layer in self.layers:
+                        layer.binding = None
 
     def refresh(self) -> None:
         """Read the state of all layers again if it has changed."""
         with _lock:
             packed = packed_changes()
-            if packed != self._packed or self._state is None or not self._state.holds():
-                self._packed, state = packed, LayerState()
+            if packed == self._packed and self._state is not None and self._state.holds():
+                return
+            self._packed, self._state = packed, LayerState()
+            kinds = [self._add(layer, self._state) for layer in self.layers]
+            try:
+                code = self.number(self._state.seal())
+            except UnwatchableError as error:
+                kinds = [None] * len(kinds)
                 for layer in self.layers:
-                    layer.begin(state)
-                try:
-                    code = self.number(state.seal())
-                except UnwatchableError as error:
-                    for layer in self.layers:
-                        layer.end(str(error))
-                else:
-                    for layer in self.layers:
-                        layer.seal(code)
-                self._state = state
+                    self.refuse(layer.name, str(error))
+            for layer, kind in zip(self.layers, kinds, strict=True):
+                layer.binding = None
+                if kind is not None:
+                    layer.binding = _Binding(self.number((kind, code)), tensors_of(layer.layer))
+
+    def _add(self, layer: CompiledLayer, state: LayerState) -> Hashable | None:
+        reason = _obstacle(layer.layer)
+        if reason is None:
+            try:
+                return state.add(layer.layer)
+            except UnwatchableError as error:
+                reason = str(error)
+        self.refuse(layer.name, reason)
+        return None
 
     def number(self, key: Hashable) -> int:
         """Return a number that is equal for equal keys."""
-        number = self._numbers.get(key)
-        return self._numbers.setdefault(key, next(self._counter)) if number is None else number
+        with _lock:
+            return self._numbers.setdefault(key, len(self._numbers))
 
     def key_of(self, call: LayerCall) -> int:
-        """Return the number of a call's shape key, computed once per step."""
+        """Return the number of a kind of calls, computed once per step; single tokens are one."""
         if call.key_owner is not self:
-            call.key, call.key_owner = self.number(call.shape_key), self
+            key = call.program_key, call.num_tokens == 1
+            call.key, call.key_owner = self.number(key), self
         return call.key
 
     def find_layers(self, model: nn.Module, attending: Mapping[int, nn.Module]) -> None:
@@ -207,15 +196,13 @@ class CompiledLayers:
                 if len(inside) == 1 and inside[0] is not layer:
                     self.layers.append(CompiledLayer(self, f"{name}.{index}", layer, inside[0]))
 
-    def function(
-        self, layer: nn.Module, kind: Hashable, weights: Mapping[str, Tensor], call: LayerCall
-    ) -> LayerFunction:
+    def function(self, layer: nn.Module, binding: _Binding, call: LayerCall) -> LayerFunction:
         """Return the function for a kind of layers and calls; compile it on a miss.
 
         Raises:
-            Exception: one of `REASONS` if compiling failed, now or earlier.
+            Exception: one of `ERRORS` if compiling failed, now or earlier.
         """
-        key = kind, call.program_key
+        key = binding.kind, call.program_key
         with _lock:
             if key not in self.functions:
                 if len(self.functions) >= MAX_PROGRAMS:
@@ -224,8 +211,8 @@ class CompiledLayers:
                         "often"
                     )
                 try:
-                    self.functions[key] = compile_layer(layer, weights, call)
-                except REASONS as error:
+                    self.functions[key] = compile_layer(layer, binding.weights, call)
+                except ERRORS as error:
                     self.functions[key] = error
             function = self.functions[key]
         if isinstance(function, Exception):
@@ -271,8 +258,7 @@ class LayerSession:
         owners = [forward.owner for forward in forwards if isinstance(forward, CompiledLayer)]
         self._owners = [*dict.fromkeys([owner, *owners])]
         for other in self._owners:
-            other.join()
-            self._stack.callback(other.leave)
+            self._stack.enter_context(other.in_use())
 
     def begin_step(self) -> None:
         """Compile layers again where their state has changed; call before every forward pass."""
@@ -295,41 +281,31 @@ class _Binding:
     """A layer with the weights that it has in one state.
 
     Attributes:
-        layer_kind: number of its modules, their attributes and shapes, see `LayerState.add`.
-        weights: parameters and buffers by name.
-        by_function: bound functions.
-        by_call: the same by `CompiledLayers.key_of`; None for calls that run uncompiled.
         kind: number of all that it computes, code included.
-        table: functions by `CompiledLayers.key_of`, see `CompiledLayer`.
+        weights: parameters and buffers by name.
+        bound: functions with these weights.
     """
 
-    layer_kind: int
+    kind: int
     weights: dict[str, Tensor]
-    by_function: dict[LayerFunction, BoundLayer] = field(default_factory=dict)
-    by_call: dict[int, BoundLayer | None] = field(default_factory=dict)
-    kind: int = -1
-    table: dict[int, LayerFunction | None] = field(default_factory=dict)
+    bound: dict[LayerFunction, BoundLayer] = field(default_factory=dict)
 
 
 class CompiledLayer:
-    """The forward of a decoder layer that is compiled."""
+    """The forward of a decoder layer that is compiled.
+
+    Attributes:
+        binding: None where the layer runs uncompiled. Replaced as a whole: other threads read it.
+    """
 
     def __init__(self, owner: CompiledLayers, name: str, layer: nn.Module, attention: nn.Module):
         self.layer = layer
         self.owner = owner
-        self._name = name
+        self.name = name
+        self.binding: _Binding | None = None
         self._attention = attention
-        # None where the layer runs uncompiled. Replaced as a whole: other threads read it.
-        self._binding: _Binding | None = None
-        # The next one, between `begin` and `seal`.
-        self._unsealed: _Binding | None = None
-        # By kind of layer and call: the function that gave the layer's result; None where there is
-        # none. Single tokens are tried separately.
-        self._tried: dict[Hashable, LayerFunction | None] = {}
-        # The same by `CompiledLayers.key_of`, for the kind that the layer had last. It refers to no
-        # weights and outlives a session.
-        self._table: dict[int, LayerFunction | None] = {}
-        self._table_kind = -1
+        # By kind of layer and call: the function that gave the layer's result, if there is one.
+        self._tried: dict[tuple[int, int], LayerFunction | None] = {}
 
     @property
     def is_compiled(self) -> bool:
@@ -338,64 +314,23 @@ class CompiledLayer:
 
     def forget_refusals(self) -> None:
         """Let calls that run uncompiled be tried again."""
-        for key in [key for key, function in self._tried.items() if function is None]:
-            del self._tried[key]
-        self._table.clear()
-        if self._binding is not None:
-            self._binding.by_call.clear()
-
-    def begin(self, state: LayerState) -> None:
-        """Take the current weights, and add the layer to the state that is checked."""
-        binding, reason = None, _obstacle(self.layer)
-        if reason is None:
-            try:
-                kind = self.owner.number(state.add(self.layer))
-                binding = _Binding(kind, tensors_of(self.layer))
-            except UnwatchableError as error:
-                reason = str(error)
-        self._unsealed = binding
-        if reason is not None:
-            self.end(reason)
-
-    def seal(self, code: int) -> None:
-        """Run compiled, given the number of the code that all layers run.
-
-        The table of the last session stays in use if the layer computes the same.
-        """
-        if (binding := self._unsealed) is not None:
-            binding.kind = self.owner.number((binding.layer_kind, code))
-            if binding.kind != self._table_kind:
-                self._table, self._table_kind = {}, binding.kind
-            binding.table = self._table
-        self._binding, self._unsealed = binding, None
-
-    def end(self, reason: str | None = None) -> None:
-        """Run uncompiled, and drop references to weights, until `begin`."""
-        self._binding = self._unsealed = None
-        if reason is not None:
-            self.owner.refuse(self._name, reason)
+        self._tried = {key: tried for key, tried in self._tried.items() if tried is not None}
 
     def __call__(self, *args: Any, spec_step: Any = None, **kwargs: Any) -> Any:
         """Run the layer, compiled if possible."""
-        binding = self._binding
+        binding = self.binding
         # Accelerate's mixed precision begins inside the model's forward.
-        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _thread.uncompiled
+        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
         if other or binding is None or type(spec_step) is not PackedStep or not _thread.compiled:
             return self._run_uncompiled(args, kwargs, spec_step)
         call = _step_call(spec_step, args, kwargs)
-        key = self.owner.key_of(call)
-        if key not in binding.by_call:
-            if call.num_tokens > MAX_TOKENS:
-                return self._run_uncompiled(args, kwargs, spec_step)
-            if key not in binding.table:
-                tried = binding.kind, call.program_key, call.num_tokens == 1
-                if tried not in self._tried:
-                    return self._try(tried, call, binding, (args, kwargs, spec_step))
-                binding.table[key] = self._tried[tried]
-            function = binding.table[key]
-            binding.by_call[key] = None if function is None else self._bind(function, binding)
-        bound = binding.by_call[key]
-        result = None if bound is None else bound(call, spec_step)
+        if call.num_tokens > MAX_TOKENS:
+            return self._run_uncompiled(args, kwargs, spec_step)
+        key = binding.kind, self.owner.key_of(call)
+        if key not in self._tried:
+            return self._try(key, call, binding, (args, kwargs, spec_step))
+        function = self._tried[key]
+        result = None if function is None else self._bind(function, binding)(call, spec_step)
         return self._run_uncompiled(args, kwargs, spec_step) if result is None else result
 
     def _run_uncompiled(self, args: Any, kwargs: Any, step: PackedStep | None) -> Any:
@@ -405,16 +340,16 @@ class CompiledLayer:
             return forward(self.layer, *args, **kwargs)
         return forward(self.layer, *args, spec_step=step, **kwargs)
 
-    def _try(self, tried: Hashable, call: LayerCall, binding: _Binding, arguments: Any) -> Any:
+    def _try(self, key: tuple[int, int], call: LayerCall, binding: _Binding, arguments: Any) -> Any:
         """Run the first call of a kind both ways; return the compiled result if both are equal."""
         expected = self._run_uncompiled(*arguments)
         start, reason = time.perf_counter(), None
         function, result = None, None
         try:
-            function = self.owner.function(self.layer, binding.kind, binding.weights, call)
+            function = self.owner.function(self.layer, binding, call)
             result = self._bind(function, binding)(call, replace(arguments[2], written={}))
         # Errors of a layer while it is traced, a missing compiler, or a missing cache folder.
-        except REASONS as error:
+        except ERRORS as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         else:
             if result is None and call.num_tokens > STEP_TOKENS:
@@ -425,33 +360,30 @@ class CompiledLayer:
             elif not _agree(result, expected):
                 reason = "its compiled layer computes something else"
         if reason is not None:
-            self.owner.refuse(self._name, reason)
-        self._tried[tried] = None if reason else function
+            self.owner.refuse(self.name, reason)
+        self._tried[key] = None if reason else function
         self.owner.seconds += time.perf_counter() - start
         return expected if reason else result
 
     def _bind(self, function: LayerFunction, binding: _Binding) -> BoundLayer:
-        """Return a function with the weights of this layer."""
-        if function not in binding.by_function:
-            linears = linears_of(self.layer)
-            bound = BoundLayer(function, binding.weights, linears, self._attention)
-            binding.by_function[function] = bound
-        return binding.by_function[function]
+        if function not in binding.bound:
+            bound = BoundLayer(function, binding.weights, self.layer, self._attention)
+            binding.bound[function] = bound
+        return binding.bound[function]
 
 
 def _step_call(step: PackedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-    """Return the arguments of a layer, cached in the step with their keys."""
+    kwargs = {**kwargs, STEP: None}
     for call in step.layer_calls:
         if call.repeat(args, kwargs):
             return call
-    call = LayerCall(args, {**kwargs, STEP: None})
+    call = LayerCall(args, kwargs)
     if len(step.layer_calls) < MAX_STEP_CALLS:
         step.layer_calls.append(call)
     return call
 
 
 def _obstacle(layer: nn.Module) -> str | None:
-    """Return why a layer cannot be compiled, or None; the first call may still find a reason."""
     if layer.training:
         return "it is in training mode"
     if (reason := _weights_obstacle(tensors_of(layer).values())) is not None:
@@ -460,8 +392,10 @@ def _obstacle(layer: nn.Module) -> str | None:
         return "there are hooks of all modules"
     for module in layer.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # Hooks of the layer itself are called around it.
-        harmless = module is layer or all(map(_is_harmless, hooks))
+        packages = {getattr(hook, "__module__", "").partition(".")[0] for hook in hooks}
+        # Hooks of the layer itself are called around it. Those of transformers collect outputs, and
+        # a layer in which hooks of hf_spec act runs `uncompiled`.
+        harmless = module is layer or packages <= {"transformers", "hf_spec"}
         # A compiled layer reads packed weights itself.
         forward = vars(module).get("forward")
         replaced = forward is not None and not isinstance(forward, CompiledLayer)
@@ -469,14 +403,6 @@ def _obstacle(layer: nn.Module) -> str | None:
         if replaced or not harmless or hasattr(module, "_hf_hook"):
             return "it has hooks or a forward of its own"
     return None
-
-
-def _is_harmless(hook: Callable[..., Any]) -> bool:
-    """Return True for hooks of transformers, which collect outputs, and of hf_spec.
-
-    Where hooks of hf_spec act inside a layer, it runs inside `uncompiled`.
-    """
-    return getattr(hook, "__module__", "").partition(".")[0] in ("transformers", "hf_spec")
 
 
 def _weights_obstacle(tensors: Collection[Tensor]) -> str | None:

@@ -7,12 +7,7 @@ layout on the device, so the lengths of the KV cache need no sizes of their own.
 grows, its addresses change and steps are captured again.
 
 A shape runs twice before it is captured; the second run raises if an operation synchronizes with
-the device. A step runs in the smallest captured shape that holds it. Graphs are stored with the
-pool for later calls on the model (see `graph_store`). Models that cannot be captured (see
-`obstacle`) run without graphs, and the log names the reason once.
-
-When the device runs out of memory, all graphs, stored pools and unused capacity are freed, the step
-runs again, and the rest of the call runs without graphs.
+the device. A step runs in the smallest captured shape that holds it.
 """
 
 from __future__ import annotations
@@ -28,11 +23,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.backend.device import graph_store
-from hf_spec.backend.device.capture import switch
+from hf_spec.backend.device.capture import NoWaits, WaitError, switch
 from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.backend.device.placement import looks_for_outliers
 from hf_spec.backend.device.transfer import send
-from hf_spec.backend.device.waits import NoWaits, WaitError
 from hf_spec.engine.fast.graph_shapes import Bucket, Compute, Inputs, Shape
 from hf_spec.engine.forward.kv_pool import MAX_RESERVED, KVPool
 from hf_spec.engine.forward.step import PackedStep
@@ -85,6 +79,9 @@ def _module_obstacle(module: nn.Module) -> str | None:
 class StepGraphs:
     """Runs the packed steps of one model, as CUDA graphs if possible.
 
+    When the device runs out of memory, all graphs, stored pools and unused capacity are freed, the
+    step runs again, and the rest of the call runs without graphs.
+
     Args:
         model: runs the steps.
         pool: KV pool of the steps; must be empty for stored graphs to be used.
@@ -112,7 +109,6 @@ class StepGraphs:
         self.replays = self.captures = 0
         self._model = model
         self._owner = owner or model
-        self._recurrent = bool(mixers_of(model))
         self._pool = pool
         self._device = device
         self._kernels = serves(torch.empty(0, dtype=model.dtype, device=device))
@@ -124,7 +120,7 @@ class StepGraphs:
             level = logging.WARNING if wanted else logging.INFO
             _log_once(type(model).__name__, self.refusal, level)
         # Logged when it failed.
-        self.refusal = self.refusal or graph_store.refusal(model)
+        self.refusal = self.refusal or graph_store.refusals.get(model)
         self._memory: Any = None
         # Least recently used first.
         self._recorded: dict[Bucket, Shape] = {}
@@ -150,7 +146,7 @@ class StepGraphs:
         try:
             return self._run(compute, tensors, step)
         except torch.OutOfMemoryError:
-            if self._recurrent:
+            if mixers_of(self._model):
                 raise
             # Memory is freed below: the error being handled refers to the failed step's tensors.
         self._free_memory()
@@ -177,9 +173,8 @@ class StepGraphs:
     def put(self, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
         """Return the tensors on the device, sent in one transfer with the layout of the step."""
         hosted = [t for t in tensors if t.device.type == "cpu"]
-        sent = iter(
-            step.send(self._device, *hosted) if self._kernels else send(hosted, self._device)
-        )
+        device = self._device
+        sent = iter(step.send(device, *hosted) if self._kernels else send(hosted, device))
         return [next(sent) if t.device.type == "cpu" else t for t in tensors]
 
     def clear(self) -> None:
@@ -194,16 +189,13 @@ class StepGraphs:
         pool.before_resize = None
         small = pool.capacity * pool.num_slots <= MAX_STORED_TOKENS
         if self._key is not None and self._recorded and small:
-            buffers = pool.keys, pool.values
-            graphs = StoredGraphs(
-                self._key, self._state, pool.capacity, buffers, self._recorded, self._memory
-            )
+            buffers, recorded = (pool.keys, pool.values), (self._recorded, self._memory)
+            graphs = StoredGraphs(self._key, self._state, pool.capacity, buffers, *recorded)
             graph_store.put(self._owner, graphs)
             pool.keys, pool.values, self._recorded = {}, {}, {}
         self.clear()
 
     def _begin(self, length: int) -> None:
-        """Take graphs and pool of an earlier call, and reserve `length` tokens."""
         pool = self._pool
         if self._key is not None and not pool.keys:
             first = min(length, MAX_RESERVED // pool.num_slots)
@@ -216,7 +208,6 @@ class StepGraphs:
         pool.expect(length)
 
     def _free_memory(self) -> None:
-        """Free all graphs, stored pools and unused capacity; run without graphs from now on."""
         if self.refusal is None:
             self.refusal = OUT_OF_MEMORY
             _log_once(type(self._model).__name__, OUT_OF_MEMORY, logging.WARNING)
@@ -231,25 +222,23 @@ class StepGraphs:
         return len(tensors[0]) <= MAX_TOKENS and longest <= MAX_QUERIES
 
     def _fitting(self, inputs: Inputs) -> Shape | None:
-        """Return the smallest captured shape that holds a step, and mark it as used last."""
         bucket = min((bucket for bucket in self._recorded if bucket.holds(inputs)), default=None)
         if bucket is None:
             return None
-        self._recorded[bucket] = self._recorded.pop(bucket)
-        return self._recorded[bucket]
+        # Mark it as used last.
+        shape = self._recorded[bucket] = self._recorded.pop(bucket)
+        return shape
 
     def _warming(self, inputs: Inputs) -> Shape:
-        """Return a shape that is not captured yet; drop the least recently used one if needed."""
         bucket = Bucket.of(inputs)
-        capacity = self._pool.capacity
-        shape = self._warm.pop(bucket, None) or Shape(bucket, inputs, capacity, self._device)
+        shape = self._warm.pop(bucket, None)
+        shape = shape or Shape(bucket, inputs, self._pool.capacity, self._device)
         self._warm[bucket] = shape
         if len(self._warm) > MAX_GRAPHS:
             del self._warm[next(iter(self._warm))]
         return shape
 
     def _try(self, compute: Compute, shape: Shape) -> list[Tensor]:
-        """Run a step without a graph; the last run before a capture must not synchronize."""
         if self.refusal is None and shape.uses == WARM_UPS:
             try:
                 with NoWaits(self._device):
@@ -282,10 +271,9 @@ class StepGraphs:
         return sum(shape.nbytes for shape in self._recorded.values())
 
     def _refuse(self, reason: str) -> None:
-        """Capture no more steps of the model, in later calls neither."""
         self.refusal = reason
         self.clear()
-        graph_store.refuse(self._model, reason)
+        graph_store.refusals[self._model] = reason
         _log_once(type(self._model).__name__, reason, logging.WARNING)
 
 

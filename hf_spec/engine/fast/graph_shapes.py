@@ -15,13 +15,7 @@ from torch.nn import functional as F
 
 from hf_spec.backend.device.capture import recording
 from hf_spec.backend.device.transfer import PinnedBuffer
-from hf_spec.engine.forward.kernel_layout import (
-    Sizes,
-    padded,
-    round_up,
-    tensors_of,
-    with_tensors,
-)
+from hf_spec.engine.forward.kernel_layout import Sizes, padded, round_up, tensors_of, with_tensors
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.step import PackedStep
 
@@ -33,8 +27,6 @@ MAX_GROWTH = 2
 
 
 class _Variant(threading.local):
-    """Key of the kind of step that this thread computes, for models with several kinds."""
-
     key: Hashable = None
 
 
@@ -43,10 +35,7 @@ _variant = _Variant()
 
 @contextmanager
 def step_variant(key: Hashable) -> Iterator[None]:
-    """Separate the shapes of this thread's steps inside the block from all others.
-
-    For models that compute something else there with inputs of the same sizes.
-    """
+    """Separate this thread's steps inside the block, which compute something else, from others."""
     before, _variant.key = _variant.key, (_variant.key, key)
     try:
         yield
@@ -77,7 +66,7 @@ class Inputs:
     def hosted(self, bucket: Bucket, capacity: int) -> list[Tensor]:
         """Return all host tensors, padded: those of `tensors`, the slot mapping, the layout."""
         tensors = [
-            _lengthened(tensor, rows)
+            torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
             for tensor, rows in zip(self.tensors, bucket.rows, strict=True)
             if tensor.device.type == "cpu"
         ]
@@ -148,7 +137,3 @@ class Shape:
         with recording(self._device, memory) as graph:
             self.outputs = compute(self.inputs, self.step(pool))
         self.graph = graph
-
-
-def _lengthened(tensor: Tensor, rows: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])

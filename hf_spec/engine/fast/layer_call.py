@@ -11,88 +11,72 @@ from hf_spec_kernels.decoder_layer import Attention, Weight, weight_of
 from torch import Tensor, nn
 
 from hf_spec.backend.cpu.layer_source import AttentionPlan
-from hf_spec.backend.cpu.layer_values import TOKENS
+from hf_spec.backend.cpu.layer_text import TOKENS
 from hf_spec.engine.fast.layer_tracing import LayerCall, LayerFunction, addresses_of
-from hf_spec.engine.fast.packed_linear import kernel_weight, reads_rounded_weights
+from hf_spec.engine.fast.packed_linear import kernel_weight, mode
 from hf_spec.engine.forward.step import LayerTraits, PackedStep
 
 
 class _Table(NamedTuple):
-    """What calls with one number of tokens have in common.
+    """Weights of the linear layers, and shapes and dtypes of results, for a number of tokens."""
 
-    Attributes:
-        address: of the array of `Weight`.
-        outputs: shapes and dtypes of the results.
-        alive: the array, and the weights that it points to.
-    """
-
-    address: int
+    weights: ctypes.Array[Weight]
     outputs: list[tuple[torch.Size, torch.dtype]]
-    alive: object
-
-
-class _Buffers(NamedTuple):
-    """The attention of a layer on the KV buffers of one pool."""
-
-    keys: Tensor
-    address: int
-    attention: Attention
+    # What `weights` points to.
+    alive: list[Any]
 
 
 class BoundLayer:
     """Runs a compiled layer with the weights of one decoder layer; threads may share it.
 
-    Args:
-        function: compiled for layers of this kind.
-        weights: the layer's parameters and buffers, in the order in which it was traced.
-        linears: the layer's linear layers.
-        attention: the layer's attention, which registers with every step.
+    The `weights` are the layer's parameters and buffers, in the order in which it was traced. Its
+    `attention` registers with every step.
     """
 
     def __init__(
         self,
         function: LayerFunction,
         weights: Mapping[str, Tensor],
-        linears: Mapping[str, nn.Linear],
+        layer: nn.Module,
         attention: nn.Module,
     ):
         self._function = function
         self._attention = attention
         tensors = list(weights.values())
         self._constants = addresses_of(tensors)
-        modules = {id(linear.weight): linear for linear in linears.values()}
+        linears = (part for part in layer.modules() if type(part) is nn.Linear)
+        modules = {id(linear.weight): linear for linear in linears}
         used = [tensors[plan.weight] for plan in function.source.linears]
         self._linears = [modules.get(id(weight), weight) for weight in used]
         # By (number of tokens, whether weights may be rounded); None where other kernels are used.
         self._tables: dict[tuple[int, bool], _Table | None] = {}
-        self._buffers: _Buffers | None = None
+        # KV buffer of keys that the layer ran on last, and its attention there.
+        self._attended: tuple[Tensor, Attention] | None = None
 
     def __call__(self, call: LayerCall, step: PackedStep) -> Any:
         """Return the layer's result; None where other kernels run its GEMMs or its attention."""
-        key, function = (call.num_tokens, reads_rounded_weights()), self._function
+        key, function = (call.num_tokens, mode.rounded), self._function
         if key not in self._tables:
             self._tables[key] = self._make_table(call.num_tokens)
-        table, buffers, plan = self._tables[key], None, function.source.attention
+        table, attention, plan = self._tables[key], None, function.source.attention
         if table is None:
             return None
-        if plan is not None and (buffers := self._register(plan, step)) is None:
+        if plan is not None and (attention := self._register(plan, step)) is None:
             return None
         states = call.tensors[0]
         results = [states.new_empty(shape, dtype=dtype) for shape, dtype in table.outputs]
-        if buffers is None:
-            function.run(self._constants, table.address, None, call.arguments(None, results))
-        else:
-            arguments = call.arguments(step, results)
-            function.run(self._constants, table.address, buffers.address, arguments)
+        arguments = call.arguments(None if attention is None else step, results)
+        pointer = None if attention is None else ctypes.byref(attention)
+        function.run(self._constants, table.weights, pointer, arguments)
         return function.result(results)
 
     def _make_table(self, tokens: int) -> _Table | None:
-        """Return the weights of the linear layers; None where our kernel does not run them all."""
         source = self._function.source
         weights = []
         for linear, plan in zip(self._linears, source.linears, strict=True):
             weight = kernel_weight(linear, tokens * plan.rows)
             if weight is None:
+                # Our kernel does not run them all.
                 return None
             weights.append(weight)
         outputs = [
@@ -100,10 +84,10 @@ class BoundLayer:
             for shape, dtype in source.outputs
         ]
         array = (Weight * len(weights))(*map(weight_of, weights))
-        return _Table(ctypes.addressof(array), outputs, (array, weights))
+        return _Table(array, outputs, weights)
 
-    def _register(self, plan: AttentionPlan, step: PackedStep) -> _Buffers | None:
-        """Register with a step; return its KV buffers, or None where the kernel does not run."""
+    def _register(self, plan: AttentionPlan, step: PackedStep) -> Attention | None:
+        """Register with a step; return the attention, or None where the kernel does not run."""
         module: Any = self._attention
         index = module.layer_idx
         if index in step.written:
@@ -113,21 +97,20 @@ class BoundLayer:
             if traits.storage != index:
                 return None
             # The first tokens of a generation.
-            pool.layer(
-                index, *(_no_tokens(heads, plan.dtype) for heads in (plan.keys, plan.values))
-            )
+            shapes = [(1, heads, 0, width) for heads, width in (plan.keys, plan.values)]
+            pool.layer(index, *(torch.empty(shape, dtype=plan.dtype) for shape in shapes))
         keys = pool.keys[traits.storage]
         if keys.dtype != plan.dtype or step.addresses is None:
             return None
         step.written[index] = module
-        buffers = self._buffers
-        if buffers is None or buffers.keys is not keys:
+        attended = self._attended
+        if attended is None or attended[0] is not keys:
             # Replaced as a whole: other threads may run the layer on a pool of their own.
             attention = _attention(plan, traits, keys, pool.values[traits.storage])
             if traits.storage != index:
                 attention.write = None
-            buffers = self._buffers = _Buffers(keys, ctypes.addressof(attention), attention)
-        return buffers
+            attended = self._attended = keys, attention
+        return attended[1]
 
 
 def _attention(plan: AttentionPlan, traits: LayerTraits, keys: Tensor, values: Tensor) -> Attention:
@@ -136,9 +119,3 @@ def _attention(plan: AttentionPlan, traits: LayerTraits, keys: Tensor, values: T
     attention.values.point_to(values)
     attention.window, attention.chunk = traits.window_of(plan.window) or 0, traits.chunk or 0
     return attention
-
-
-def _no_tokens(heads: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return (1, H, 0, D) keys or values, which fix the shape of a pool's buffer."""
-    count, width = heads
-    return torch.empty(1, count, 0, width, dtype=dtype)

@@ -1,12 +1,10 @@
 """Python state that compiled layers were traced with, and a cheap check that it is unchanged.
 
 Tracing turns everything that Python reads into constants: attributes of modules and of objects in
-them, configs, functions, class attributes, globals of the modeling file. `LayerState` collects them
-in two forms. *Keys* are equal for layers that compute the same with other weights. *Views* are
-compared by identity before every forward pass, which takes less than 1% of it.
-
-A layer that reads state that cannot be compared is not compiled (`UnwatchableError`). Functions of
-PyTorch, NumPy and the standard library are not followed.
+them, configs, functions, class attributes, globals of the modeling file. *Keys* of this state are
+equal for layers that compute the same with other weights. *Views* of it are compared by identity
+before every forward pass, which takes less than 1% of it. Functions of PyTorch, NumPy and the
+standard library are not followed.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -39,12 +37,8 @@ CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 OPAQUE = (
     *(types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType, re.Pattern),
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType),
-    *(
-        types.MemberDescriptorType,
-        logging.Logger,
-        torch._ops.OpOverloadPacket,
-        torch._ops.OpOverload,
-    ),
+    *(types.MemberDescriptorType, logging.Logger),
+    *(torch._ops.OpOverloadPacket, torch._ops.OpOverload),
 )
 # Packages whose functions and classes are compared by identity and not followed.
 TRUSTED = {*sys.stdlib_module_names, "torch", "numpy"}
@@ -82,77 +76,61 @@ class LayerState:
         # `read(source)` of all views, concatenated, must still be the same objects.
         self._views: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []
         self._seen: list[Any] = []
-        self._sized: list[Collection[Any]] = []
-        self._hooks: list[Mapping[Any, Any]] = [
+        self._sized: list[Collection[Any]] = [
             every_module._global_forward_hooks,
             every_module._global_forward_pre_hooks,
         ]
-        self._stores: list[dict[str, Any]] = []
+        self._sizes = [*map(len, self._sized)]
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
         # Keys of values by id, and the values, held alive so that ids stay unique.
         self._keys: dict[int, Hashable] = {}
         self._alive: list[Any] = []
         # Classes and functions whose code the layers run.
         self._roots: dict[types.FunctionType | type, None] = {}
-        self._sizes: list[int] = []
-        self._stored: list[Any] = []
-        self._tensors: list[Tensor] = []
-        self._addresses: list[int] = []
 
     def add(self, layer: nn.Module) -> Hashable:
         """Add a layer; return a key of its modules, their attributes and shapes of their tensors.
 
         Raises:
-            UnwatchableError: if it reads state that cannot be watched.
+            UnwatchableError: for state that cannot be watched; `seal` raises it as well.
         """
         parts = []
         for name, module in layer.named_modules():
             self._roots[type(module)] = None
             parts.append((name, Same(type(module)), self._attributes(module)))
-            self._watch_tensors(module)
-            self.watch_values(module._modules)
+            stores = [module._parameters, module._buffers, module._modules]
             if module is not layer:
-                self._watch_hooks(module)
+                stores += [module._forward_hooks, module._forward_pre_hooks]
+            for store in stores:
+                self.watch_sized(store)
+                if store:
+                    self.view(dict.values, store)
         tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        self._tensors += tensors.values()
+        self._addresses += map(Tensor.data_ptr, tensors.values())
         shapes = tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors.items())
         return tuple(parts), shapes
 
     def seal(self) -> Hashable:
-        """Follow the code of all layers that were added; return its key.
-
-        Raises:
-            UnwatchableError: if it reads state that cannot be watched.
-        """
-        try:
-            return _Reach(self, self._roots).key()
-        finally:
-            # Also after an error: uncompiled layers are checked again only after a change of what
-            # was read so far.
-            self._sizes = [*map(len, self._sized)]
-            self._stored = [*chain.from_iterable(map(dict.values, self._stores))]
-            self._tensors = [t for t in self._stored if t is not None]
-            self._addresses = [*map(Tensor.data_ptr, self._tensors)]
+        """Follow the code of all layers that were added; return its key."""
+        return _Reach(self, self._roots).key()
 
     def holds(self) -> bool:
         """Return True if the state has not changed since the layers were added."""
-        if [*map(len, self._sized)] != self._sizes or any(self._hooks):
-            return False
-        # All containers have as many entries as before, so both sequences have equal length.
-        if not all(map(is_, chain.from_iterable(map(dict.values, self._stores)), self._stored)):
+        if [*map(len, self._sized)] != self._sizes:
             return False
         if [*map(Tensor.data_ptr, self._tensors)] != self._addresses:
             return False
         try:
+            # All containers have as many entries as before, so both sequences have equal length.
             values = [read(source) for read, source in self._views]
             return all(map(is_, chain.from_iterable(values), self._seen))
         except (KeyError, AttributeError, ValueError):
             return False
 
     def value(self, value: Any, where: str) -> Hashable:
-        """Watch a value that layers may read; return its key.
-
-        Raises:
-            UnwatchableError: names the location `where` and the type.
-        """
+        """Watch a value that layers may read at the location `where`; return its key."""
         if isinstance(value, ATOMS):
             return type(value), repr(value) if isinstance(value, (float, complex)) else value
         if id(value) not in self._keys:
@@ -170,29 +148,17 @@ class LayerState:
             # Two names at least, so that `itemgetter` returns a tuple.
             self.view(itemgetter(*names) if len(names) > 1 else itemgetter(*names, *names), source)
 
-    def watch_values(self, source: Any) -> None:
-        """Watch all values of a dictionary."""
-        self.watch_sized(source)
-        if source:
-            self.view(dict.values, source)
-
     def watch_sized(self, source: Collection[Any]) -> None:
         """Watch the number of entries of a container."""
         self._sized.append(source)
+        self._sizes.append(len(source))
 
     def view(self, read: Callable[[Any], Iterable[Any]], source: Any) -> None:
         """Watch the objects that `read(source)` returns."""
         self._views.append((read, source))
         self._seen += read(source)
 
-    def _watch_tensors(self, module: nn.Module) -> None:
-        for store in (module._parameters, module._buffers):
-            if store:
-                self._stores.append(store)
-            self.watch_sized(store)
-
     def _attributes(self, module: nn.Module) -> Hashable:
-        """Watch the attributes that not every module has; return their key."""
         attributes = vars(module)
         names = sorted(attributes.keys() - STANDARD)
         others = [name for name in ("training", "layer_idx", "forward") if name in attributes]
@@ -203,13 +169,6 @@ class LayerState:
             for name in names
         )
 
-    def _watch_hooks(self, module: nn.Module) -> None:
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            if hooks:
-                self.watch_values(hooks)
-            else:
-                self._hooks.append(hooks)
-
     def _content(self, value: Any, where: str) -> Hashable:
         if isinstance(value, Tensor):
             # A layer that reads a tensor that is neither parameter nor buffer is not compiled.
@@ -218,7 +177,7 @@ class LayerState:
             raise UnwatchableError(f"{where} holds a module that is not a submodule")
         if isinstance(value, (dict, collections.UserDict)):
             self.watch_sized(value)
-            self.view(_entries, value)
+            self.view(lambda values: (*values, *values.values()), value)
             parts = (self.value(part, f"{where}[{key!r}]") for key, part in value.items())
             return type(value).__name__, tuple(map(self._name, value)), tuple(parts)
         if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
@@ -355,15 +314,13 @@ def _is_of(package: str, value: type) -> bool:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names of globals and attributes in a function and in functions defined in it.
-
-    Strings are included, since `getattr` takes them.
-    """
+    """Return the names of globals and attributes in a function and in functions defined in it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _names_in(constant)
         elif isinstance(constant, str) and constant.isidentifier():
+            # `getattr` may take it.
             names.add(constant)
     return names
 
@@ -372,10 +329,6 @@ def _slots(kind: type) -> list[str]:
     names = (vars(base).get("__slots__", ()) for base in kind.__mro__)
     flat = chain.from_iterable([n] if isinstance(n, str) else n for n in names)
     return [name for name in flat if name not in ("__dict__", "__weakref__")]
-
-
-def _entries(values: Any) -> tuple[Any, ...]:
-    return (*values, *values.values())
 
 
 def _cell(cell: types.CellType) -> tuple[Any, ...]:

@@ -1,9 +1,7 @@
 """Compiling a decoder layer: trace it on tensors without data, generate C++, build it.
 
-Linear layers and attention are traced as custom operations. The compiled layer calls the same
-kernels for them as an uncompiled one: packed weights, and attention on the KV pool. Weights are
-inputs, so layers of one kind share one C++ function. Tracing uses private tools of PyTorch; a layer
-on which they fail runs uncompiled.
+Linear layers and attention are traced as custom operations, for which the compiled layer calls the
+same kernels as an uncompiled one. Weights are inputs, so layers of one kind share one C++ function.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
-from hf_spec.backend.cpu.layer_values import SourceError
+from hf_spec.backend.cpu.layer_text import SourceError
 from hf_spec.engine.forward.step import PackedStep, TracedStep
 
 # Name under which layers pass the step on.
@@ -40,32 +38,27 @@ TRACED_TOKENS = 3
 
 @dataclass(frozen=True, eq=False)
 class LayerFunction:
-    """C++ function of decoder layers and calls of one kind.
-
-    Attributes:
-        run: the function, see `build_layer`.
-        source: its C++ source and the order of its arguments.
-        results: per part of the layer's result, True for a tensor and False for None.
-        is_tuple: whether the layer returns a tuple.
-    """
+    """C++ function of decoder layers and calls of one kind; see `build_layer` for `run`."""
 
     run: Callable[..., None]
     source: LayerSource
+    # Per part of the layer's result, True for a tensor and False for None.
     results: tuple[bool, ...]
     is_tuple: bool
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the layer returns, given the tensors in it."""
-        if len(self.results) == len(tensors):
-            return tuple(tensors) if self.is_tuple else tensors[0]
+        if self.results == (True,) and not self.is_tuple:
+            return tensors[0]
         remaining = iter(tensors)
         parts = tuple(next(remaining) if is_tensor else None for is_tensor in self.results)
         return parts if self.is_tuple else parts[0]
 
 
 class LayerCall:
-    """Arguments of a decoder layer: plain values, tensors, tuples of them, and a `spec_step`.
+    """Arguments of a decoder layer: plain values, tensors, tuples of them.
 
+    A `spec_step` is None here: the step refers to its calls, so they must not refer to the step.
     The layers of a model usually get the same arguments in a step, except for the hidden states.
     One call then serves all of them, and its keys are computed once per step; see `repeat`.
 
@@ -77,55 +70,36 @@ class LayerCall:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.args = args
-        # The step refers to its calls, so they must not refer to the step.
-        self.kwargs = {name: None if name == STEP else value for name, value in kwargs.items()}
+        self.kwargs = kwargs
         self.key = -1
         self.key_owner: object = None
-        self._names = tuple(name for name in kwargs if name != STEP)
-        self._rest = (*args[1:], *(kwargs[name] for name in self._names))
+        self._rest = (*args[1:], *self.kwargs.values())
         self._leaves: list[Any] = []
-        for value in (*args, *self._rest[len(args[1:]) :]):
-            if type(value) is tuple:
-                self._leaves += value
-            else:
-                self._leaves.append(value)
+        for value in (*args[:1], *self._rest):
+            self._leaves += value if type(value) is tuple else [value]
         self.tensors = [leaf.contiguous() for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.num_tokens: int = self.tensors[0].shape[-2]
+        # Hidden states come first; lists may change in place.
+        self._is_repeatable = len(args) > 0 and type(args[0]) is Tensor
+        self._is_repeatable &= not any(type(leaf) is list for leaf in self._leaves)
         self._arguments: _Arguments | None = None
 
-    @cached_property
-    def is_repeatable(self) -> bool:
-        """True if hidden states come first and all other arguments can be compared by identity."""
-        first = self._leaves[0] if self.args else None
-        return type(first) is Tensor and not any(type(leaf) is list for leaf in self._leaves)
-
     def repeat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Take the hidden states of another call, without `spec_step`, that has the same keys.
-
-        Returns:
-            False if anything else differs; nothing is changed then.
-        """
-        rest = (*args[1:], *kwargs.values())
-        if not self.is_repeatable or len(args) != len(self.args) or len(rest) != len(self._rest):
+        """Take the hidden states of another call; return False if anything else differs."""
+        if not self._is_repeatable or len(args) != len(self.args) or [*kwargs] != [*self.kwargs]:
             return False
         states, like = args[0], self.tensors[0]
         if states.shape != like.shape or states.dtype != like.dtype:
             return False
-        if not all(map(is_, rest, self._rest)) or tuple(kwargs) != self._names:
+        if not all(map(is_, (*args[1:], *kwargs.values()), self._rest)):
             return False
         self.tensors[0] = states.contiguous()
         return True
 
     @cached_property
-    def shape_key(self) -> tuple[object, ...]:
-        """Key that is equal for calls that differ only in the contents of their tensors."""
-        leaves = self._leaves
-        return (*self._names, *(x.shape if isinstance(x, Tensor) else _value(x) for x in leaves))
-
-    @cached_property
     def program_key(self) -> tuple[object, ...] | None:
         """Key that is equal for calls of one compiled layer; None with arguments of other types."""
-        parts = list[object](self._names)
+        parts: list[object] = [*self.kwargs]
         for leaf in self._leaves:
             if isinstance(leaf, Tensor):
                 tokens = _token_axis(leaf, self.num_tokens)
@@ -137,20 +111,13 @@ class LayerCall:
                 return None
         return tuple(parts)
 
-    @property
-    def token_axes(self) -> list[int | None]:
-        """The axis of each tensor that counts tokens; None for tensors without one."""
-        return [_token_axis(tensor, self.num_tokens) for tensor in self.tensors]
-
     def arguments(self, step: PackedStep | None, results: Sequence[Tensor]) -> int:
         """Return the address of the C++ `Call` that writes to `results`; valid until the next."""
-        arguments = self._arguments
-        if arguments is None or len(arguments.outputs) != len(results):
-            arguments = self._arguments = _Arguments(self, step, len(results))
-        arguments.inputs[0] = self.tensors[0].data_ptr()
-        for index, result in enumerate(results):
-            arguments.outputs[index] = result.data_ptr()
-        return arguments.address
+        if self._arguments is None or len(self._arguments.outputs) != len(results):
+            self._arguments = _Arguments(self, step, len(results))
+        self._arguments.inputs[0] = self.tensors[0].data_ptr()
+        self._arguments.outputs[:] = [result.data_ptr() for result in results]
+        return ctypes.addressof(self._arguments.call)
 
     def with_tensors(
         self, tensors: Iterator[Tensor], step: TracedStep
@@ -175,7 +142,7 @@ class _Arguments:
         self.inputs = addresses_of(call.tensors)
         self.outputs = (ctypes.c_void_p * num_outputs)()
         layout, places = (None, None) if step is None else step.addresses or (None, None)
-        self._call = Call(
+        self.call = Call(
             ctypes.addressof(self.inputs),
             ctypes.addressof(self.outputs),
             places,
@@ -183,7 +150,6 @@ class _Arguments:
             call.num_tokens,
             torch.get_num_threads(),
         )
-        self.address = ctypes.addressof(self._call)
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
@@ -232,9 +198,7 @@ def compile_layer(
     """Compile calls of one kind for all layers of one kind.
 
     Raises:
-        SourceError: if there is no C++ for an operation.
-        BuildError: if the C++ cannot be built.
-        Exception: any error of PyTorch's tracing tools.
+        Exception: `SourceError`, `BuildError`, or any error of PyTorch's tracing tools.
     """
     if call.program_key is None:
         raise SourceError("an argument is neither a tensor nor a plain value")
@@ -247,7 +211,6 @@ def compile_layer(
 def _traced(
     layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall
 ) -> tuple[fx.Graph, Any]:
-    """Return the operations of a call, with weights and tensors as inputs, and the result."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -266,7 +229,7 @@ def _traced(
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     tensors = [*weights.values(), *call.tensors]
-    axes = [*[None] * len(weights), *call.token_axes]
+    axes = [*[None] * len(weights), *(_token_axis(t, call.num_tokens) for t in call.tensors)]
     inputs = [
         _fake_input(mode, number, tensor, axis)
         for number, (tensor, axis) in enumerate(zip(tensors, axes, strict=True))
@@ -292,12 +255,10 @@ def _muted_tracing_log() -> Iterator[None]:
 
 
 def _check_lengths(shapes: Any) -> None:
-    """Raise an error if the traced code holds for some numbers of tokens only.
-
-    `shapes.guards` are the branches taken on the number of tokens, as in `if states.shape[1] < 8`.
-    """
+    """Raise an error if the traced code holds for some numbers of tokens only."""
     from sympy import lambdify
 
+    # Branches taken on the number of tokens, as in `if states.shape[1] < 8`.
     for guard in shapes.guards:
         numbers = list(guard.expr.free_symbols)
         holds = lambdify(numbers, guard.expr, "math")
@@ -323,11 +284,6 @@ def _fake_input(mode: Any, number: int, tensor: Tensor, tokens: int | None) -> T
     return fake
 
 
-def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
-    """Return the modules of class `nn.Linear`, subclasses excluded, by name."""
-    return {name: part for name, part in layer.named_modules() if type(part) is nn.Linear}
-
-
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name."""
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
@@ -339,10 +295,8 @@ def as_tuple(result: Any) -> tuple[Any, ...]:
 
 
 def _copy(layer: nn.Module) -> nn.Module:
-    """Return a copy with shared weights, without hooks and overridden forwards.
-
-    Other threads may be running the layer itself.
-    """
+    """Return a copy with shared weights, without hooks and overridden forwards."""
+    # Other threads may be running the layer itself.
     shared: list[Any] = [*tensors_of(layer).values()]
     for module in layer.modules():
         shared += [vars(module)[name] for name in ("config", "forward") if name in vars(module)]
@@ -355,12 +309,10 @@ def _copy(layer: nn.Module) -> nn.Module:
 
 
 def _token_axis(tensor: Tensor, tokens: int) -> int | None:
-    """Return the axis of an input that counts tokens; None if there is none.
-
-    A single token is expected where models have it: (1, T, ...) states or (T,) positions.
-    """
+    """Return the axis of an input that counts tokens; None if there is none."""
     if tokens > 1:
         return next((axis for axis, size in enumerate(tensor.shape) if size == tokens), None)
+    # A single token is expected where models have it: (1, T, ...) states or (T,) positions.
     axis = min(1, tensor.ndim - 1)
     return axis if tensor.ndim in (1, 2, 3) and tensor.shape[axis] == 1 else None
 
@@ -371,6 +323,4 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _value(leaf: Any) -> Any:
-    if type(leaf) is list:
-        return tuple(map(_value, leaf))
-    return leaf if isinstance(leaf, PLAIN) else type(leaf)
+    return tuple(map(_value, leaf)) if type(leaf) is list else leaf

@@ -21,7 +21,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from hf_spec_kernels.packed_linear import PackedWeight
@@ -47,19 +47,16 @@ TRANSPOSED_ROWS = range(4, 49)
 NOT_PACKED = PackedForms(())
 
 
-class _ThreadMode(threading.local):
-    """Settings of the forward pass that this thread runs.
+class ThreadMode(threading.local):
+    """Settings of the forward pass that this thread runs."""
 
-    Attributes:
-        fast: True inside `use_packed_linears`.
-        rounded: True if weights may be rounded to bfloat16, for drafts.
-    """
-
+    # True inside `use_packed_linears`.
     fast: bool = False
+    # True if weights may be rounded to bfloat16, for drafts.
     rounded: bool = False
 
 
-_mode = _ThreadMode()
+mode = ThreadMode()
 # Modules inside an `install_packed_linears` block.
 _forwards = ForwardOverrides()
 
@@ -69,37 +66,32 @@ class _Checks(threading.local):
 
     They are compared again after code ran that may have changed them, such as a nested call by a
     logits processor that merges an adapter.
-
-    Attributes:
-        epoch: number of times that all comparisons became outdated.
-        sessions: number of open sessions of this thread.
-        ran: True if a forward pass ran in this epoch.
-        done: (id of the weight, rounded) of weights that were compared in this epoch.
     """
 
-    epoch: int = 0
-    sessions: int = 0
-    ran: bool = False
-
     def __init__(self) -> None:
+        # Number of times that all comparisons became outdated.
+        self.epoch = 0
+        self.open_sessions = 0
+        # True if a forward pass ran in this epoch.
+        self.ran = False
+        # (id of the weight, rounded) of weights that were compared in this epoch.
         self.done: set[tuple[int, bool]] = set()
 
     def renew(self) -> None:
-        """Start an epoch."""
         self.epoch += 1
         self.ran = False
         self.done.clear()
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Count a session. Code that ran before or inside it may have changed weights."""
-        if self.ran or not self.sessions:
+        # Code that ran before or inside a session may have changed weights.
+        if self.ran or not self.open_sessions:
             self.renew()
-        self.sessions += 1
+        self.open_sessions += 1
         try:
             yield
         finally:
-            self.sessions -= 1
+            self.open_sessions -= 1
             if self.ran:
                 self.renew()
 
@@ -111,10 +103,7 @@ class PackedLinears:
     """Linear layers of a model whose weights can be packed, during one generation."""
 
     def __init__(self, modules: Sequence[nn.Module], rounded: bool):
-        suitable = (module for module in modules if type(module) is nn.Linear)
-        self._linears = [
-            linear for linear in suitable if has_fast_forward(linear) or _is_suitable(linear)
-        ]
+        self._linears = [m for m in modules if has_fast_forward(m) or _is_suitable(m)]
         self._rounded = rounded
         self._compare()
 
@@ -131,7 +120,6 @@ class PackedLinears:
         _checks.ran = True
 
     def _compare(self) -> None:
-        """Compare weights with their packed forms, which reads every weight once."""
         self._epoch = _checks.epoch
         self._weights = [linear.weight for linear in self._linears]
         self._seen = _versions(self._weights)
@@ -169,27 +157,24 @@ def packed_changes() -> int:
 
 @contextlib.contextmanager
 def use_packed_linears(rounded: bool = False) -> Iterator[None]:
-    """Run the installed forwards of this thread with packed weights inside the block.
-
-    With `rounded`, weights may be rounded to bfloat16.
-    """
-    before, _mode.fast, _mode.rounded = (_mode.fast, _mode.rounded), True, rounded
+    """Run the installed forwards of this thread with packed weights inside the block."""
+    before, mode.fast, mode.rounded = (mode.fast, mode.rounded), True, rounded
     try:
         yield
     finally:
-        _mode.fast, _mode.rounded = before
+        mode.fast, mode.rounded = before
 
 
-def has_fast_forward(module: nn.Module) -> bool:
+def has_fast_forward(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return True if the forward of a module is the one that `install_packed_linears` installed."""
     return _forwards.has(module)
 
 
 def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
-    """Return faster forwards for the linear layers among modules."""
-    linears = [part for part in modules if type(part) is nn.Linear and _is_suitable(part)]
     forwards: dict[nn.Module, Callable[..., Any]] = {}
-    for linear in linears:
+    for linear in modules:
+        if not _is_suitable(linear):
+            continue
         if (forms := _packed_forms_for(linear)) is not None:
             forwards[linear] = _PackedForward(linear, forms)
         elif linear.weight.dtype == torch.float32:
@@ -197,12 +182,13 @@ def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., An
     return forwards
 
 
-def _is_suitable(module: nn.Linear) -> bool:
-    return "forward" not in module.__dict__ and _has_packable_weight(module)
+def _is_suitable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    if type(module) is not nn.Linear or "forward" in module.__dict__:
+        return False
+    return _has_packable_weight(module)
 
 
 def _packed_forms_for(module: nn.Linear) -> PackedForms | None:
-    """Return the packed forms of a layer's current weight."""
     return packed_weights_of(module.weight) if _has_packable_weight(module) else None
 
 
@@ -229,11 +215,6 @@ def _versions(weights: Sequence[Tensor]) -> list[int]:
     return [-1 if weight.is_inference() else weight._version for weight in weights]
 
 
-def reads_rounded_weights() -> bool:
-    """Return True if this thread may read weights that were rounded for drafts."""
-    return _mode.rounded
-
-
 def kernel_weight(linear: nn.Linear | Tensor, rows: int) -> PackedWeight | Tensor | None:
     """Return the weight that our kernel reads for `rows` rows of a linear layer, or of a weight.
 
@@ -250,12 +231,9 @@ def kernel_weight(linear: nn.Linear | Tensor, rows: int) -> PackedWeight | Tenso
 
 
 class _PackedForward:
-    """Forward of a linear layer with packed weights; falls back to `F.linear`.
+    """Forward of a linear layer with packed weights; falls back to `F.linear`."""
 
-    Attributes:
-        changes: class-wide counter of `bind` calls that changed the packed weights.
-    """
-
+    # Number of `bind` calls of all modules that changed the packed weights.
     changes = 0
 
     def __init__(self, module: nn.Linear, forms: PackedForms):
@@ -276,12 +254,9 @@ class _PackedForward:
         return F.linear(states, self._module.weight, self._module.bias)
 
     def packed(self, rows: int, least: int | None = None) -> Packed | None:
-        """Return the packed weight that this thread uses for `rows` rows; None for `F.linear`.
-
-        `least` overrides the measured least number of rows.
-        """
+        """Return the packed weight to use for `rows` rows, from `least` on; None for `F.linear`."""
         forms = self._forms
-        exact, rounded = forms.exact, forms.rounded if _mode.rounded else None
+        exact, rounded = forms.exact, forms.rounded if mode.rounded else None
         if rounded is not None and (exact is None or rows <= rounded_rows()):
             return rounded
         if least is None:
@@ -292,7 +267,7 @@ class _PackedForward:
         """Compute the linear layer."""
         width = self._width
         other = input.dtype != self._dtype or input.shape[-1] != width
-        if other or not _mode.fast or _is_left_alone():
+        if other or not mode.fast or _is_left_alone():
             return self._plain(input)
         rows = input.numel() // width
         if (packed := self.packed(rows)) is not None:
@@ -313,7 +288,7 @@ def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
         weight, bias = module.weight, module.bias
         rows = input.numel() // width
         if (
-            not _mode.fast
+            not mode.fast
             or rows not in TRANSPOSED_ROWS
             or not input.dtype == weight.dtype == torch.float32
             or input.shape[-1] != width

@@ -1,8 +1,8 @@
 """Decoders that attend to the output of an encoder beside their own tokens, such as Whisper's.
 
-The encoder runs once, before the first token. The keys and values of the cross attention, one line
-per row, are computed from its output in the decoder's first forward pass and cached; drafts do not
-change them. They form a rectangle, so these decoders take the rectangular path.
+The keys and values of the cross attention, one line per row, are computed in the decoder's first
+forward pass and cached; drafts do not change them. They form a rectangle, so these decoders take
+the rectangular path.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
@@ -25,8 +24,9 @@ ENCODER_DECODERS = {"whisper"}
 
 # Arguments of a decoder-only model -> their names in an encoder-decoder.
 DECODER_NAMES = {
-    name: f"decoder_{name}" for name in ("input_ids", "inputs_embeds", "attention_mask")
-} | {"position_ids": "decoder_position_ids"}
+    name: f"decoder_{name}"
+    for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+}
 
 
 def attends_to_encoder(model: PreTrainedModel) -> bool:
@@ -79,19 +79,14 @@ class CrossAttention:
         self_cache: Cache,
         cross_cache: DynamicCache | None = None,
     ):
-        states = states.to(_device(model), model.dtype)
+        embedding: Any = model.get_input_embeddings()
+        states = states.to(execution_device(embedding), model.dtype)
         self._output = BaseModelOutput(last_hidden_state=states)
-        self._cache = EncoderDecoderCache(
-            self_cache, DynamicCache() if cross_cache is None else cross_cache
-        )
+        cross_cache = DynamicCache() if cross_cache is None else cross_cache
+        self._cache = EncoderDecoderCache(self_cache, cross_cache)
         self._names = DECODER_NAMES if model.config.is_encoder_decoder else {}
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a decoder-only model under this model's names, and the others."""
         named = {self._names.get(name, name): value for name, value in kwargs.items()}
         return {**named, "encoder_outputs": self._output, CACHE_NAME: self._cache}
-
-
-def _device(model: PreTrainedModel) -> torch.device:
-    embedding: Any = model.get_input_embeddings()
-    return execution_device(embedding)

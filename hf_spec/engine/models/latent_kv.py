@@ -1,9 +1,7 @@
 """Caches of latents, from which keys and values are computed (multi-head latent attention).
 
-Such a model caches one small vector per token and computes the keys and values of all heads from it
-in every forward pass. Packed attention stores the keys and values. A cache that the model filled
-itself is therefore expanded when it is loaded; there is no way back, so a user's cache cannot be
-continued.
+Packed attention stores keys and values. A cache that the model filled itself is therefore expanded
+when it is loaded; there is no way back, so a user's cache cannot be continued.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Recurrent mixers: which modules they are, the states of their rows, and a call of one mixer.
 
 A *mixer* is a module of transformers that caches a state of a sequence instead of keys and values:
-linear attention, a state-space model or a short convolution. `recurrent_state` decides which tokens
-it is called with.
+linear attention, a state-space model or a short convolution.
 """
 
 from __future__ import annotations
@@ -36,14 +35,9 @@ RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid")
 PASTLESS_LAYERS = ("moe", "mlp")
 
 
-def _writes_state(module: nn.Module) -> bool:
-    """Return True if a module writes a state into the cache, by its source code."""
-    kind: Any = type(module)
-    return _class_writes_state(kind)
-
-
 @cache
-def _class_writes_state(kind: Any) -> bool:
+def _writes_state(kind: Any) -> bool:
+    """Return True if modules of a class write a state into the cache, by their source code."""
     try:
         return ".update_conv_state(" in inspect.getsource(kind.forward)
     except (OSError, TypeError):
@@ -51,16 +45,21 @@ def _class_writes_state(kind: Any) -> bool:
 
 
 def _cache_name(module: nn.Module) -> str | None:
-    """Return the name of a module's cache argument; None if it is not called like a mixer."""
     forward: Any = type(module).forward
     if not {"hidden_states", "attention_mask"} <= set(inspect.signature(forward).parameters):
+        # It is not called like a mixer.
         return None
     return cache_parameter(forward)
 
 
 def stateful_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that have a state in its cache."""
-    return [m for m in model.modules() if hasattr(m, "layer_idx") and _writes_state(m)]
+    stateful = []
+    for module in model.modules():
+        kind: Any = type(module)
+        if hasattr(module, "layer_idx") and _writes_state(kind):
+            stateful.append(module)
+    return stateful
 
 
 def mixers_of(model: nn.Module) -> list[nn.Module]:
@@ -92,22 +91,19 @@ def _kinds(config: PreTrainedConfig) -> list[str]:
 def resumes(model: PreTrainedModel) -> bool:
     """Return True if all mixers can continue from a state with several tokens at once.
 
-    The scan of Mamba-1 in transformers (5.23) starts from zero when it is called with more than
-    one token. Tested once per model.
+    The scan of Mamba-1 in transformers (5.23) starts from zero when it gets more than one token.
     """
     return all(mixer_resumes(model, mixer) for mixer in mixers_of(model))
 
 
 def mixer_resumes(model: PreTrainedModel, mixer: nn.Module) -> bool:
-    """Return True if one mixer can continue from a state with several tokens at once."""
-    return cached_per_model(
-        model, ("resumes", type(mixer)), lambda: _depends_on_state(model, mixer)
-    )
+    """Return `resumes` of one mixer, tested once per model."""
+    key = "resumes", type(mixer)
+    return cached_per_model(model, key, lambda: _depends_on_state(model, mixer))
 
 
 @torch.no_grad()
 def _depends_on_state(model: PreTrainedModel, module: nn.Module) -> bool:
-    """Return True if the result for two tokens depends on the state before them."""
     mixer = Mixer(module, num_rows=1, resumes=True)
     width = model.config.get_text_config().hidden_size
     inputs = torch.ones(1, 2, width, dtype=model.dtype, device=execution_device(module))
@@ -136,18 +132,15 @@ class Indices:
 
 @dataclass(frozen=True)
 class MixerCall:
-    """R runs of T tokens for one call of every mixer.
+    """R runs of T tokens for one call of every mixer."""
 
-    Attributes:
-        rows: (R,) row of each run.
-        starts: states before the runs; None if all are the rows' committed states.
-        index: (R, T) indices of the inputs.
-        fresh: True if no row has a state yet.
-    """
-
+    # (R,) row of each run.
     rows: Indices
+    # States before the runs; None if all are the rows' committed states.
     starts: list[Start] | None
+    # (R, T) indices of the inputs.
     index: Indices
+    # True if no row has a state yet.
     fresh: bool
 
     @classmethod
@@ -159,33 +152,26 @@ class MixerCall:
         begun: set[int],
     ) -> MixerCall:
         """Build a call; a start of None is the committed state, and rows in `begun` have one."""
+        if not any(starts):
+            return cls(Indices(rows), None, Indices(index), fresh=begun.isdisjoint(rows))
         resolved = [start or (COMMITTED, row) for row, start in zip(rows, starts, strict=True)]
-        return cls(
-            Indices(rows),
-            resolved if any(starts) else None,
-            Indices(index),
-            fresh=not any(starts) and begun.isdisjoint(rows),
-        )
+        return cls(Indices(rows), resolved, Indices(index), fresh=False)
 
 
 @dataclass(frozen=True)
 class MixerStep:
-    """Calls of every mixer in one forward pass.
+    """Calls of every mixer in one forward pass."""
 
-    Attributes:
-        pending: runs of pending tokens; indices into the tokens of the pass.
-        paths: paths of nodes; indices into the node inputs collected in the round.
-        nodes: (n,) indices of the nodes among the tokens.
-        outputs: (n,) index of each node among the R * T outputs of `paths`.
-        batch: number of the batch of states at the ends of the paths; None to drop them.
-        used: numbers of the batches that are still needed.
-    """
-
+    # Runs of pending tokens; indices into the tokens of the pass.
     pending: list[MixerCall]
+    # Paths of nodes; indices into the node inputs collected in the round.
     paths: MixerCall | None
+    # (n,) indices of the nodes among the tokens, and among the R * T outputs of `paths`.
     nodes: Indices
     outputs: Indices
+    # Number of the batch of states at the ends of the paths; None to drop them.
     batch: int | None
+    # Numbers of the batches that are still needed.
     used: set[int]
 
 
@@ -261,25 +247,29 @@ class Mixer:
         layer = LinearAttentionLayer()
         cache = Cache(layers=[layer] * (self.index + 1))
         if state is not None:
-            cache.update_conv_state(state[0], self.index)
-            for part in state[1:]:
-                cache.update_recurrent_state(part, self.index)
+            self._write(cache, state)
         # A scan that starts from zero is right for the first tokens of a sequence.
         parts = [inputs] if self._resumes or state is None else inputs.split(1, dim=1)
         plain: Any = self.module.forward
         plain = getattr(plain, "plain", plain)
         outputs = torch.cat([plain(p, **{self._cache_name: cache}) for p in parts], dim=1)
-        after = (layer.conv_states[0], layer.recurrent_states[0])
-        return outputs, [part for part in after if part is not None]
+        return outputs, _state_of(layer)
 
     def load(self, layer: Any) -> None:
         """Copy the states of all rows from the layer of a cache."""
-        after = (layer.conv_states[0], layer.recurrent_states[0])
-        self.states = {COMMITTED: [part.clone() for part in after if part is not None]}
+        self.states = {COMMITTED: [part.clone() for part in _state_of(layer)]}
 
     def export(self, cache: Cache) -> None:
         """Write the states of all rows into a new cache."""
-        parts = self.states[COMMITTED]
-        cache.update_conv_state(parts[0], self.index)
-        for part in parts[1:]:
+        self._write(cache, self.states[COMMITTED])
+
+    def _write(self, cache: Cache, state: State) -> None:
+        cache.update_conv_state(state[0], self.index)
+        for part in state[1:]:
             cache.update_recurrent_state(part, self.index)
+
+
+def _state_of(layer: Any) -> State:
+    """Return the state in the layer of a cache."""
+    parts = layer.conv_states[0], layer.recurrent_states[0]
+    return [part for part in parts if part is not None]

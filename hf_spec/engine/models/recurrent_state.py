@@ -47,8 +47,7 @@ MAX_ENDS = 4
 
 
 class _Running(threading.local):
-    """The mixers whose model runs a forward pass in this thread."""
-
+    # Those whose model runs a forward pass in this thread.
     mixers: RecurrentMixers | None = None
 
 
@@ -58,7 +57,7 @@ _overrides = ForwardOverrides()
 
 
 class _Forward:
-    """Forward of a mixer: that of the generation in this thread, or `plain` without one."""
+    """Forward of a mixer in the generation of this thread; `plain` without one."""
 
     def __init__(self, module: nn.Module):
         self.plain = module.forward
@@ -73,17 +72,11 @@ class _Forward:
 
 @dataclass
 class _Round:
-    """Bookkeeping shared by all mixers between two calls of `keep`.
+    """Bookkeeping of all mixers between two calls of `keep`; nodes are (row, offset from root)."""
 
-    A node is given by its row and its offset from the root.
-
-    Attributes:
-        inputs: node that has run -> index among the stored inputs.
-        ends: node at the end of a path -> the state after it.
-        num_batches: number of batches of such states so far.
-    """
-
+    # Node that has run -> index among the stored inputs.
     inputs: dict[tuple[int, int], int] = field(default_factory=dict)
+    # Node at the end of a path -> the state after it, and how many batches of these there are.
     ends: dict[tuple[int, int], Start] = field(default_factory=dict)
     num_batches: int = 0
 
@@ -104,15 +97,13 @@ class RecurrentMixers:
     def active(self) -> AbstractContextManager[None]:
         """Let the mixers of the model run for the generation in their thread."""
         modules = [mixer.module for mixer in self._mixers.values()]
-        return _overrides.install(
-            modules, lambda modules: {module: _Forward(module) for module in modules}
-        )
+        return _overrides.install(modules, lambda fresh: {part: _Forward(part) for part in fresh})
 
     @contextmanager
     def running(
         self, work: Sequence[RowWork], tree: DraftTree, inputs: PackedInputs | RectangularInputs
     ) -> Iterator[None]:
-        """MixerCall the mixers by row, for one forward pass of the model in this thread."""
+        """Call the mixers by row, for one forward pass of the model in this thread."""
         self._step = self._plan(work, tree, inputs)
         before, _running.mixers = _running.mixers, self
         try:
@@ -170,12 +161,10 @@ class RecurrentMixers:
         for w in work:
             if w.pending:
                 groups[len(w.pending), w.row in self._begun].append(w.row)
-        pending = [
-            MixerCall.of(
-                rows, [None] * len(rows), [inputs.pending[row] for row in rows], self._begun
-            )
-            for rows in groups.values()
-        ]
+        pending = []
+        for rows in groups.values():
+            index = [inputs.pending[row] for row in rows]
+            pending.append(MixerCall.of(rows, [None] * len(rows), index, self._begun))
         with_nodes = [w for w in work if w.nodes]
         nodes = Indices(inputs.nodes)
         if not with_nodes:
@@ -232,7 +221,6 @@ class RecurrentMixers:
 
 
 def _parent(tree: DraftTree, row: int, offset: int) -> int:
-    """Return the offset of a node's parent; negative for a root."""
     start = tree.row_start[row]
     return tree.parent[start + offset] - start
 

@@ -10,9 +10,8 @@ from hf_spec.backend.device.distributed_checks import check_sharding, tensor_par
 from hf_spec.common.compat import cache_parameter, unknown_cache_parameter, version_message
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.forward.tree_attention import takes_packed
-from hf_spec.engine.models.alibi import uses_alibi
 from hf_spec.engine.models.cross_attention import ENCODER_DECODERS, takes_positions
-from hf_spec.engine.models.internal_positions import tables_of
+from hf_spec.engine.models.internal_positions import tables_of, uses_alibi
 from hf_spec.engine.models.recurrent_layers import (
     PASTLESS_LAYERS,
     RECURRENT_LAYERS,
@@ -24,9 +23,7 @@ from hf_spec.engine.models.recurrent_layers import (
 
 # Layers whose cache can be rolled back: keys and values, the state of a mixer, or none.
 SUPPORTED_LAYERS = {
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
+    *("full_attention", "sliding_attention", "chunked_attention"),
     *RECURRENT_LAYERS,
     *PASTLESS_LAYERS,
 }
@@ -107,16 +104,19 @@ def _has_known_states(model: PreTrainedModel) -> bool:
 
 
 def _check_attention(model: PreTrainedModel, name: str) -> None:
-    """Raise for models that cannot be given the positions or the mask of a tree."""
     config = model.config.get_text_config()
     reason = UNSUPPORTED.get(config.model_type)
+    has_positions = takes_positions(model) or uses_alibi(model) or bool(tables_of(model))
     # Encoders that can act as decoders also have cross attention; GPT-NeoX has `is_decoder` unused.
     encoder = getattr(config, "is_decoder", True) is False
     if encoder and hasattr(config, "add_cross_attention"):
         reason = "config.is_decoder is False, so tokens also attend to later ones"
     elif cache_parameter(model.forward) is None:
-        reason = _without_cache(model)
-    elif not _takes_positions(model) and num_attention_layers(config):
+        reason = "it caches no keys and values"
+        if (unknown := unknown_cache_parameter(model.forward)) is not None:
+            problem = f"its forward takes the cache as {unknown}=, which is unknown"
+            reason = f"{problem}: {version_message()}"
+    elif not has_positions and num_attention_layers(config):
         reason = "it takes no position_ids, so draft branches cannot be given their positions"
     elif "local" in (getattr(config, "attention_layers", None) or ()):
         reason = "the window of its local layers counts stored tokens, not positions"
@@ -124,18 +124,6 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
         reason = "transformers before 5.23 widens its mask; install a newer one"
     if reason is not None:
         raise UnsupportedError(f"{name} cannot decode draft trees: {reason}")
-
-
-def _without_cache(model: PreTrainedModel) -> str:
-    """Return why a model without a known cache parameter cannot be decoded."""
-    unknown = unknown_cache_parameter(model.forward)
-    if unknown is None:
-        return "it caches no keys and values"
-    return f"its forward takes the cache as {unknown}=, which is unknown: {version_message()}"
-
-
-def _takes_positions(model: PreTrainedModel) -> bool:
-    return takes_positions(model) or uses_alibi(model) or bool(tables_of(model))
 
 
 def limits_attention(model: PreTrainedModel) -> bool:

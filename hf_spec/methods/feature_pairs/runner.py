@@ -34,7 +34,7 @@ from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.tree_attention import PackedAttention, takes_packed
-from hf_spec.engine.models.query_scaling import QueryPositions, scales_queries
+from hf_spec.engine.models.internal_positions import QueryPositions, scales_queries
 from hf_spec.methods.feature_pairs.draft_head import PairHead, State
 
 # Pairs of a prompt that run at once; limits masks and activations.

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from hf_spec_kernels.build import BuildError, load_text
+from hf_spec_kernels.build import BuildError, load
 from hf_spec_kernels.kv_write import cpu as kv_write
 from hf_spec_kernels.packed_linear import PackedWeight, multiplier
 from hf_spec_kernels.ragged_tree_attention import cpu as ragged_tree_attention
 
 __all__ = ["Attention", "BuildError", "Call", "Storage", "Weight", "build_layer", "weight_of"]
+
+# Generated code is compiled as if it were in this file.
+SOURCE = Path(__file__).with_name("decoder_layer.cpp")
 
 
 class Weight(ctypes.Structure):
@@ -85,7 +89,7 @@ def build_layer(text: str) -> Callable[..., None]:
     Raises:
         BuildError: if the C++ cannot be built.
     """
-    function = load_text("decoder_layer", text).run
+    function = load(SOURCE, text).run
     function.argtypes = [ctypes.c_void_p] * 4
     function.restype = None
     return function

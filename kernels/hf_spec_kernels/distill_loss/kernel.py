@@ -118,7 +118,7 @@ def backward_kernel(
 
 
 def _numbers(logits: Tensor, teacher_logits: Tensor, weights: DistillWeights) -> tuple[Any, ...]:
-    """What both kernels are told after their pointers."""
+    """Return the arguments of both kernels after their pointers."""
     scales = (float(weights.soft), float(weights.hard), 1.0 / weights.temperature)
     return logits.stride(0), teacher_logits.stride(0), logits.shape[1], *scales
 

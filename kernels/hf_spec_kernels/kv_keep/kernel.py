@@ -80,10 +80,7 @@ def kv_keep(buffers: Sequence[Tensor], moves: Moves) -> None:
         launches[OP] += 1
         kv_keep_kernel[grid](
             _table(tuple(addresses), device),
-            moves.slot,
-            moves.target,
-            moves.source,
-            moves.source_start,
+            *(moves.slot, moves.target, moves.source, moves.source_start),
             *strides[:3],
             shape[3],
             # Only bits are copied.

@@ -11,12 +11,7 @@ from hf_spec_kernels.kv_write.reference import kv_write_ref
 
 
 def kv_write(
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    place: Tensor,
-    impl: str = "auto",
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor, impl: str = "auto"
 ) -> None:
     """Write keys and values of packed tokens to a pool, in place.
 
@@ -46,7 +41,6 @@ def kv_write(
 
 
 def _check(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
-    """Raise `TypeError` or `ValueError` for arguments that the kernels do not support."""
     device, dtype = key.device, key.dtype
     num_tokens, num_heads, head_size = key.shape
     check_tensor("key", key, (None, None, None), DTYPES, device)

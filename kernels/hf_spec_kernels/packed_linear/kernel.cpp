@@ -1,11 +1,7 @@
-// Products of a few rows with a weight that is read once, from its first byte to its last.
-//
-// At few rows a product takes as long as the memory needs to hand out the weight, and a processor
-// reads fastest from one place onwards. So the weight lies in blocks of BLOCK outputs, one input
-// after the other, and a block's sums stay in registers for as many rows as there is room for.
-//
-// A result has the same bits for any number of rows: whatever computes it adds up the inputs in one
-// order. So one loop serves all numbers of rows on a processor, long prompts included.
+// Linear layers of a few rows, which are memory-bound. The weight is read once, from its first byte to
+// its last, in blocks of BLOCK outputs, one input after the other. A block's sums stay in registers
+// for as many rows as fit. Inputs are added in one order, so a result has the same bits for any
+// number of rows, and one loop is used for all of them, long prompts included.
 
 #include <algorithm>
 #include <vector>

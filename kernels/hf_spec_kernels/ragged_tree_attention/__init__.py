@@ -56,8 +56,8 @@ def ragged_tree_attention(
         return ragged_tree_attention_ref(query, keys, values, layout, scoring)
     if chosen == "cpp":
         return cpu.ragged_tree_attention(query, keys, values, layout, scoring)
-    from hf_spec_kernels.ragged_tree_attention import launch
+    from hf_spec_kernels.ragged_tree_attention import kernel
 
     # Triton launches on the current device, which may differ from the layer's.
     with torch.cuda.device_of(query):
-        return launch.ragged_tree_attention(query, keys, values, layout, scoring)
+        return kernel.ragged_tree_attention(query, keys, values, layout, scoring)

@@ -1,10 +1,9 @@
 // Attention of packed token trees on a CPU: every query by blocks of its own slot's keys.
 //
-// Queries that share a key head and a slot go through a block together, while it is near. A result
-// has the same bits whatever else is in the step, and on any number of threads: scores are computed
-// in one way for all numbers of queries, and sums depend on the keys that a query sees, not on
-// others between them (a tree stores siblings there). So the largest score of all keys is found
-// first, weights are added up exactly, and values in the order of their places.
+// Queries that share a key head and a slot go through a block together. A result has the same bits
+// whatever else is in the step, and on any number of threads: sums depend on the keys that a query
+// sees, not on others between them (a tree stores siblings there). So the largest score of all keys
+// is found first, weights are added exactly, and values in the order of their places.
 
 #include <algorithm>
 #include <cmath>
@@ -182,9 +181,6 @@ inline void mix(float* sums, int64_t size, const float* weights, int64_t each, T
 template <int ROWS = TOGETHER>
 void mix_all(float* sums, int64_t size, const float* weights, int64_t each, Table table,
              int64_t count, int64_t width, int64_t queries) {
-    if constexpr (ROWS > 1)
-        if (queries < ROWS)
-            return mix_all<ROWS - 1>(sums, size, weights, each, table, count, width, queries);
     for (; queries >= ROWS; queries -= ROWS, sums += ROWS * size, weights += ROWS * each) {
         int64_t d = 0;
         for (; d + VECTORS * LANES <= width; d += VECTORS * LANES)

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from hf_spec_kernels.dispatch import DTYPES, check_tensor
 
 MAX_HEAD_SIZE = 512
-_TENSORS = (
+# In the order in which kernels take them.
+LAYOUT_TENSORS = (
     *("slot", "query_start", "num_keys", "prefix", "bits"),
     *("position", "first_position", "key_position", "key_start"),
 )
@@ -24,7 +25,7 @@ class Addresses(ctypes.Structure):
     """Addresses of a layout's tensors and their sizes, for the C++ kernel."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in _TENSORS),
+        *((name, ctypes.c_void_p) for name in LAYOUT_TENSORS),
         ("num_segments", ctypes.c_int64),
         ("num_bytes", ctypes.c_int64),
     )
@@ -101,7 +102,7 @@ class RaggedLayout:
     def addresses(self) -> Addresses:
         """C++ structure, checked once for all layers that read the layout."""
         self.check_tensors(torch.device("cpu"))
-        pointers = (getattr(self, name).data_ptr() for name in _TENSORS)
+        pointers = (getattr(self, name).data_ptr() for name in LAYOUT_TENSORS)
         return Addresses(*pointers, self.slot.shape[0], self.bits.shape[1])
 
 

@@ -43,38 +43,26 @@ def ragged_tree_attention_ref(
 def _scores(
     query: Tensor, key: Tensor, layout: RaggedLayout, scoring: Scoring, segment: int
 ) -> Tensor:
-    """(H, Q, n) of (Q, H, D) queries on (H, n, D) keys, -inf where a key is not seen."""
+    """Return (H, Q, n) of (Q, H, D) queries on (H, n, D) keys, -inf where a key is not visible."""
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     scores = query.transpose(0, 1) @ key.transpose(1, 2) * scale
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    num_keys = key.shape[1]
+    num_keys, prefix = key.shape[1], int(layout.prefix[segment])
     rows = slice(int(layout.query_start[segment]), int(layout.query_start[segment + 1]))
-    # How far each key lies before the query; negative for keys of other branches only.
-    distance = layout.position[rows, None] - _key_positions(layout, segment, num_keys)
+    # Positions are consecutive in the prefix and listed after it.
+    place, start = torch.arange(num_keys, device=query.device), int(layout.key_start[segment])
+    listed = layout.key_position[start : start + num_keys - prefix]
+    positions = torch.cat([layout.first_position[segment] + place[:prefix], listed])
+    # Distance of each key before the query; negative for keys of other branches only.
+    distance = layout.position[rows, None] - positions
     if scoring.slopes is not None:
         scores = scores - scoring.slopes.to(scores.dtype)[:, None, None] * distance
-    visible = _visible(layout, segment, num_keys)
+    tail = place[: num_keys - prefix]
+    bits = (layout.bits[rows][:, tail // 8] >> (tail % 8).to(torch.uint8)) & 1
+    visible = torch.cat([bits.new_ones(bits.shape[0], prefix), bits], dim=1).bool()
     if scoring.window is not None:
         visible = visible & (distance < scoring.window)
     if scoring.chunk is not None:
         visible = visible & (distance <= layout.position[rows, None] % scoring.chunk)
     return scores.masked_fill(~visible, float("-inf"))
-
-
-def _key_positions(layout: RaggedLayout, segment: int, num_keys: int) -> Tensor:
-    """(n,) true positions: consecutive in the prefix, as listed after it."""
-    prefix, start = int(layout.prefix[segment]), int(layout.key_start[segment])
-    place = torch.arange(prefix, device=layout.position.device)
-    listed = layout.key_position[start : start + num_keys - prefix]
-    return torch.cat([layout.first_position[segment] + place, listed])
-
-
-def _visible(layout: RaggedLayout, segment: int, num_keys: int) -> Tensor:
-    """(Q, n) bool: the prefix, then the bits."""
-    rows = slice(int(layout.query_start[segment]), int(layout.query_start[segment + 1]))
-    prefix = int(layout.prefix[segment])
-    bits = layout.bits[rows]
-    place = torch.arange(num_keys - prefix, device=bits.device)
-    tail = (bits[:, place // 8] >> (place % 8).to(torch.uint8)) & 1
-    return torch.cat([tail.new_ones(tail.shape[0], prefix), tail], dim=1).bool()

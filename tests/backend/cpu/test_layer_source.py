@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.backend.cpu.layer_values import SourceError
+from hf_spec.backend.cpu.layer_text import SourceError
 from hf_spec.engine.fast.layer_call import BoundLayer
-from hf_spec.engine.fast.layer_tracing import LayerCall, compile_layer, linears_of, tensors_of
+from hf_spec.engine.fast.layer_tracing import LayerCall, compile_layer, tensors_of
 from tests.compiler import needs_compiler
 
 pytestmark = needs_compiler
@@ -99,7 +99,7 @@ COMPUTED: dict[str, Callable[[Any, Tensor], Any]] = {
 def program_of(layer: nn.Module, *given: Any) -> Callable[..., Any]:
     weights = tensors_of(layer)
     program = compile_layer(layer, weights, LayerCall(given, {}))
-    bound = BoundLayer(program, weights, linears_of(layer), layer)
+    bound = BoundLayer(program, weights, layer, layer)
     step: Any = None
     return lambda *args: bound(LayerCall(args, {}), step)
 

@@ -1,11 +1,82 @@
-"""Where statements and memory of a program come to lie."""
+"""Numbers in C++, loops over them, and where statements and memory come to lie."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from hf_spec.backend.cpu.layer_text import LayerText
-from hf_spec.backend.cpu.layer_values import TOKENS, Leaf, Value, combined
+from hf_spec.backend.cpu.layer_text import (
+    TOKENS,
+    Array,
+    LayerText,
+    Leaf,
+    SourceError,
+    Value,
+    combined,
+    constant,
+    inner_axes,
+    loops,
+    token_axis,
+)
+
+
+def value(name: str, *shape: int) -> Value:
+    return Value.of(Leaf(name, torch.empty(shape, device="meta")), torch.float32)
+
+
+def test_a_number_is_found_by_its_axes_without_that_of_tokens() -> None:
+    form = torch.empty(1, TOKENS, 3, 4, device="meta").transpose(1, 2)
+    assert Leaf("b0", form).at == "b0[0 + 4 * i1 + 1 * i3]"
+    assert Leaf("b0", form[..., 2:]).at == "b0[2 + 4 * i1 + 1 * i3]"
+    assert Leaf("b0", form[..., 2:]).address == "all_b0 + 2"
+    assert (token_axis(form.shape), inner_axes(form.shape)) == (2, [0, 1, 3])
+    assert token_axis(torch.Size([3, 4])) is None
+
+
+def test_what_is_the_same_for_all_has_no_step() -> None:
+    wide = value("in1", 4).expand(torch.Size([1, TOKENS, 4]))
+    assert wide.expression == "number(in1[0 + 1 * i2])"
+    assert value("in1", 1, 1).expand(torch.Size([TOKENS, 4])).expression == "number(in1[0])"
+
+
+def test_expressions_are_put_together() -> None:
+    found = combined("({} * {})".format, [value("a", 2, 4), 0.5])
+    found = combined("({} + {})".format, [found, value("b", 4)])
+    assert found.shape == (2, 4)
+    assert found.expression == "((number(a[0 + 4 * i0 + 1 * i1]) * 0.5f) + number(b[0 + 1 * i1]))"
+    assert found.leaf is None
+    assert found.cast(torch.bfloat16).code == "rounded((({} * 0.5f) + {}))"
+    assert found.cast(torch.bfloat16).cast(torch.float32).code.startswith("rounded(")
+
+
+def test_loops_leave_out_what_is_single() -> None:
+    shape = torch.Size([1, 3, TOKENS, 4])
+    assert loops(shape, [0, 1, 3], "") == [
+        "for (int64_t i1 = 0; i1 < 3; ++i1)",
+        "#pragma omp simd ",
+        "for (int64_t i3 = 0; i3 < 4; ++i3)",
+    ]
+    assert loops(shape, [0]) == []
+
+
+def test_memory_of_one_loop_is_its_own() -> None:
+    array = Array(torch.bfloat16, 64, by_token=True, used={2})
+    assert array.is_local
+    assert array.kind == "bfloat16"
+    array.used.add(3)
+    assert not array.is_local
+    assert not Array(torch.float32, 64, by_token=False, used={2}).is_local
+    assert not Array(torch.float32, 1 << 20, by_token=True, used={2}).is_local
+
+
+@pytest.mark.parametrize(("number", "code"), [(2, "2.0f"), (-1.5, "(-1.5f)"), (1e-6, "1e-06f")])
+def test_constants(number: float, code: str) -> None:
+    assert constant(number) == code
+
+
+def test_no_constants() -> None:
+    with pytest.raises(SourceError, match="nan"):
+        constant(float("nan"))
 
 
 def doubled(leaf: Leaf) -> Value:

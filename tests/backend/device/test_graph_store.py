@@ -72,8 +72,8 @@ class TestStore:
         one = kept(net, "a")
         gone = weakref.ref(one)
         graph_store.put(net, one)
-        graph_store.refuse(net, "why")
-        assert graph_store.refusal(net) == "why"
+        graph_store.refusals[net] = "why"
+        assert graph_store.refusals.get(net) == "why"
         del net, one
         gc.collect()
         assert gone() is None
@@ -83,10 +83,10 @@ class TestStore:
         for forget, refusal in ((graph_store.free, "why"), (graph_store.forget, None)):
             for net in nets:
                 graph_store.put(net, kept(net, "a"))
-                graph_store.refuse(net, "why")
+                graph_store.refusals[net] = "why"
             forget()
             assert [graph_store.pop(net, "a", 0) for net in nets] == [None, None]
-            assert [graph_store.refusal(net) for net in nets] == [refusal, refusal]
+            assert [graph_store.refusals.get(net) for net in nets] == [refusal, refusal]
 
 
 def replace_weight(net: Any) -> None:

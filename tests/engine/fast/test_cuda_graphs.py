@@ -20,9 +20,13 @@ from torch import Tensor
 
 import hf_spec
 from hf_spec.backend.device import graph_store
-from hf_spec.backend.device.capture import cuda_graphs, padded_steps, set_cuda_graphs
+from hf_spec.backend.device.capture import (
+    NoWaits,
+    cuda_graphs,
+    padded_steps,
+    set_cuda_graphs,
+)
 from hf_spec.backend.device.graph_store import StoredGraphs
-from hf_spec.backend.device.waits import NoWaits
 from hf_spec.engine.fast import cuda_graphs as step_graphs
 from hf_spec.engine.fast.cuda_graphs import StepGraphs, obstacle
 from hf_spec.engine.forward import kv_pool as kv_cache

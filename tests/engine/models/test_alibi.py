@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 
-from hf_spec.engine.models.alibi import tree_alibi, uses_alibi
+from hf_spec.engine.models.internal_positions import tree_alibi, uses_alibi
 from tests import tiny_models
 from tests.model_watch import snapshot
 

@@ -19,7 +19,7 @@ from hf_spec.engine import runner
 from hf_spec.engine.forward.packing import PackedInputs
 from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.engine.forward.step import LayerTraits
-from hf_spec.engine.models.query_scaling import QueryPositions, scales_queries
+from hf_spec.engine.models.internal_positions import QueryPositions, scales_queries
 from hf_spec.engine.models.support_checks import check_model
 from hf_spec.generation.one_call import generate_with
 from tests.partly_right import PartlyRight
