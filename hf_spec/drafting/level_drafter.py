@@ -233,15 +233,16 @@ class LevelDrafter(Drafter):
         """Return one tree per unfinished row, from one pass per level over all rows."""
         drafts = {
             row: RowGrowth(
-                TokenGraph(state.tokens[row], self.shape.merge_length), self.shape, self.samples
+                TokenGraph(state.tokens[row], self.shape.merge_length),
+                self.shape,
+                state.stop.ends_sequence,
+                min(self.policy.limit(row), limit),
+                self.samples,
             )
-            for row in limits
+            for row, limit in limits.items()
         }
         self.expanded_nodes = {row: draft.expanded_nodes for row, draft in drafts.items()}
-        levels = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
-        levels = {row: count for row, count in levels.items() if count > 0}
-        if levels:
-            self._grow(state, drafts, levels)
+        self._grow(state, {row: draft for row, draft in drafts.items() if draft.max_levels > 0})
         self._sent = {row: self.choose_nodes(drafts[row], limits[row]) for row in drafts}
         self.graphs = {row: draft.graph for row, draft in drafts.items()}
         added = {
@@ -282,17 +283,11 @@ class LevelDrafter(Drafter):
             self.policy.observe(row, verdict.tree.height(row), len(path))
         return nodes
 
-    def _grow(
-        self, state: GenerationState, drafts: Mapping[int, RowGrowth], levels: Mapping[int, int]
-    ) -> None:
+    def _grow(self, state: GenerationState, drafts: Mapping[int, RowGrowth]) -> None:
         """Run passes until no row grows on."""
-        ends = state.stop.ends_sequence
-        on_device = self._fits_device_growth(max(levels.values()))
-        growth: Growth = (
-            DeviceGrowth(drafts, levels, ends, self._plans)
-            if on_device
-            else HostGrowth(drafts, levels, ends)
-        )
+        deepest = max((draft.max_levels for draft in drafts.values()), default=0)
+        on_device = deepest > 0 and self._fits_device_growth(deepest)
+        growth = DeviceGrowth(drafts, self._plans) if on_device else HostGrowth(drafts)
         while growth.rows:
             growth.add(self.next_tokens(state, growth))
             rows = growth.next_rows()

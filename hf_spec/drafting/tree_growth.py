@@ -65,7 +65,7 @@ class NextTokens:
         tokens: (M, levels, ranks) int64, most probable or first drawn first.
         chances: (M, levels, ranks) draft probabilities.
         probs: (M, R) distributions that the tokens were drawn from; None for top tokens.
-        scores: (M, levels), the length policy's scores of the distributions; None without any.
+        scores: (M, levels), the length policy's scores of the distributions.
     """
 
     tokens: Tensor
@@ -89,9 +89,10 @@ class RowGrowth:
     """Draft of one row under construction.
 
     Attributes:
-        graph: the drafted tokens.
-        shape: bounds of the draft.
+        ends: True for tokens that end a sequence.
+        max_levels: most levels of the draft.
         drawn: True if its tokens are drawn at random.
+        levels: number of levels so far.
         frontier: the nodes to expand next, in order.
         expanded_nodes: the nodes that passes have run, in that order, the root first; -1 for
             padding.
@@ -105,7 +106,10 @@ class RowGrowth:
 
     graph: TokenGraph
     shape: TreeShape
+    ends: Callable[[int], bool]
+    max_levels: int = sys.maxsize
     drawn: bool = False
+    levels: int = 0
     # A dict as an ordered set: wide drafts look up thousands of nodes here.
     frontier: dict[int, None] = field(default_factory=lambda: {0: None})
     expanded_nodes: list[int] = field(default_factory=list)
@@ -118,8 +122,7 @@ class RowGrowth:
     def begin_pass(self, nodes: Sequence[int | None] | None = None) -> list[int]:
         """Return the nodes of the next pass, by default the frontier, which is emptied.
 
-        Args:
-            nodes: nodes that a device has run; those outside the frontier count as padding.
+        Of `nodes` that a device has run, those outside the frontier count as padding.
         """
         running = list(self.frontier)
         if nodes is not None:
@@ -128,23 +131,12 @@ class RowGrowth:
         self._begin_level(running)
         return running
 
-    def add_levels(
-        self,
-        nodes: Sequence[int],
-        lists: NextLists,
-        ends: Callable[[int], bool],
-        max_levels: int = sys.maxsize,
-    ) -> None:
-        """Add what follows the `nodes` of a pass, level by level; nothing follows -1.
-
-        Args:
-            nodes: from `begin_pass`.
-            lists: their next tokens.
-            ends: True for tokens that end a sequence.
-            max_levels: levels to add at most.
-        """
+    def add_levels(self, nodes: Sequence[int], lists: NextLists) -> None:
+        """Add what follows the `nodes` of `begin_pass`, level by level; nothing follows -1."""
         places = list(range(len(nodes)))
-        for level in range(min(len(lists.tokens[0]), max_levels)):
+        num_levels = min(len(lists.tokens[0]), self.max_levels - self.levels)
+        self.levels += num_levels
+        for level in range(num_levels):
             if level:
                 place_of = dict(zip(nodes, places, strict=True))
                 nodes = list(self.frontier)
@@ -159,10 +151,10 @@ class RowGrowth:
                     self.scores[node] = lists.scores[place][level]
                 if lists.probs is not None:
                     self.distributions[node] = lists.probs[place]
-                self.last_level += self.add_children(node, tokens, chances)
-            self.narrow(ends)
+                self.last_level += self._add_children(node, tokens, chances)
+            self._narrow()
 
-    def add_children(
+    def _add_children(
         self, node: int, tokens: Sequence[int], chances: Sequence[float]
     ) -> list[int | None]:
         """Add the children of a node; return per token the new node, None if it was dropped."""
@@ -177,14 +169,14 @@ class RowGrowth:
             for token, chance in zip(tokens, chances, strict=True)
         ]
 
-    def narrow(self, ends: Callable[[int], bool]) -> None:
+    def _narrow(self) -> None:
         """Keep the most probable nodes of the frontier; nothing follows a token that `ends`."""
         if self.shape.whole:
             return
         graph, reach = self.graph, self.graph.reach
         if len(graph) > self.shape.max_draft_nodes:
             self.frontier = {}
-        alive = [node for node in self.frontier if not ends(graph.tokens[node])]
+        alive = [node for node in self.frontier if not self.ends(graph.tokens[node])]
         most = len(alive) if self.shape.tree else self.shape.expanded_per_level
         best = heapq.nsmallest(most, alive, key=lambda node: -reach[node])
         self.frontier = dict.fromkeys(sorted(best))
@@ -238,7 +230,6 @@ class RowGrowth:
     def _add_ranks(
         self, tree: RankTree, node: int, tokens: Sequence[int], chances: Sequence[float]
     ) -> list[int | None]:
-        """Add the children that a tree of ranks has below `node`."""
         above = self.paths[node]
         children: list[int | None] = []
         for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
@@ -257,11 +248,6 @@ class RowGrowth:
 class Growth(ABC):
     """Drafts of some rows under construction; its *nodes* are those of the next pass.
 
-    Args:
-        drafts: the drafts by row.
-        limits: row -> levels that its draft may have; of the rows that grow, at least 1.
-        ends: True for tokens that end a sequence.
-
     Attributes:
         rows: the rows that grow, in order. Their nodes follow each other in this order.
         depth: depth of the nodes, 0 for the roots.
@@ -273,17 +259,10 @@ class Growth(ABC):
     visible: Tensor | None = None
     tokens_on_device: bool = False
 
-    def __init__(
-        self,
-        drafts: Mapping[int, RowGrowth],
-        limits: Mapping[int, int],
-        ends: Callable[[int], bool],
-    ):
-        self.rows = list(limits)
+    def __init__(self, drafts: Mapping[int, RowGrowth]):
+        self.rows = list(drafts)
         self.depth = 0
         self._drafts = drafts
-        self._limits = limits
-        self._ends = ends
 
     @property
     @abstractmethod
@@ -349,13 +328,8 @@ class Growth(ABC):
 class HostGrowth(Growth):
     """Growth whose tokens are fetched after every pass, so a length policy can end it."""
 
-    def __init__(
-        self,
-        drafts: Mapping[int, RowGrowth],
-        limits: Mapping[int, int],
-        ends: Callable[[int], bool],
-    ):
-        super().__init__(drafts, limits, ends)
+    def __init__(self, drafts: Mapping[int, RowGrowth]):
+        super().__init__(drafts)
         self._places = {(row, -1): place for place, row in enumerate(self.rows)}
         self._begin(self.rows)
 
@@ -391,20 +365,15 @@ class HostGrowth(Growth):
         """See `Growth`; waits for the device."""
         probs, scored = following.probs, following.scores
         fetched = fetch_all(
-            [following.tokens, following.chances, *([] if scored is None else [scored])]
+            [t for t in (following.tokens, following.chances, scored) if t is not None]
         )
         start = 0
         for row, nodes in self._nodes.items():
             part = slice(start, start + len(nodes))
             tokens, chances, *scores = (values[part] for values in fetched)
-            lists = NextLists(
-                tokens,
-                chances,
-                None if probs is None else probs[part],
-                scores[0] if scores else None,
-            )
-            max_levels = self._limits[row] - self.depth
-            self._drafts[row].add_levels(nodes, lists, self._ends, max_levels)
+            drawn_from = None if probs is None else probs[part]
+            lists = NextLists(tokens, chances, drawn_from, *scores)
+            self._drafts[row].add_levels(nodes, lists)
             start = part.stop
         self.depth += following.tokens.shape[1]
 
@@ -413,11 +382,8 @@ class HostGrowth(Growth):
 
     def next_rows(self) -> list[int]:
         """See `Growth`."""
-        return [
-            row
-            for row in self.rows
-            if self.depth < self._limits[row] and self._drafts[row].frontier
-        ]
+        drafts = self._drafts
+        return [r for r in self.rows if self.depth < drafts[r].max_levels and drafts[r].frontier]
 
     def advance(self, rows: Sequence[int]) -> None:
         """See `Growth`."""

@@ -10,7 +10,7 @@ In every round it chooses which drafters run, to which depth, and which nodes th
 - Exploration: initial cost estimates are low, and the rates of a drafter that does not run fade
   towards their prior, so it is tried again.
 - Loss budget: a generation of T tokens loses at most about 1 + 0.01 T plain steps on drafts that
-  fail (`loss_budget`).
+  fail (`selection`).
 
 `cost_model_drafter` puts this together: `CostModelDrafter` for `auto`, and `AdaptiveLengthDrafter`
 for a method whose draft length is not configured.

@@ -9,7 +9,7 @@ target's forward pass over all nodes, and the drafts.
   level counts only the tokens that no other draft is expected to contribute.
 
 A round without a draft is always an option. Others must pass the `RoundFilter`, which enforces the
-loss budget (`hf_spec.drafting.cost_model.loss_budget`).
+loss budget.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from itertools import accumulate
 
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs
+
+# Of `LossBudget`, in plain steps.
+INITIAL_STEPS = 1.0
+STEPS_PER_TOKEN = 0.01
+# Share of a draft's expected gain that it may lose on top of the budget.
+GAIN_SHARE = 0.25
 
 # (expected tokens of all rows, expected seconds) -> True if a round with a draft may run.
 RoundFilter = Callable[[float, float], bool]
@@ -35,12 +41,38 @@ def allow_plain(tokens: float, seconds: float) -> bool:
     return False
 
 
+class LossBudget:
+    """Plain steps that the drafts of one generation may still lose.
+
+    Only drafting shows whether drafts pay. The budget bounds that cost in plain steps (steps
+    without a draft, one token per row): a generation of T tokens loses at most `INITIAL_STEPS` +
+    `STEPS_PER_TOKEN` x T. A draft whose expected gain is several times its cost may exceed the
+    budget; each failure lowers the next expectation. Gains are credited, so drafts that pay are
+    never blocked.
+    """
+
+    def __init__(self) -> None:
+        self.steps = INITIAL_STEPS
+
+    def allows(self, tokens: float, seconds: float, plain_seconds: float) -> bool:
+        """Return True if the expected loss of a round fits the remaining budget.
+
+        `tokens` are those expected per row, the bonus token included.
+        """
+        # Configured timings may be 0.
+        spent = seconds / max(plain_seconds, 1e-9)
+        return spent - 1.0 <= max(self.steps, 0.0) + GAIN_SHARE * max(tokens - spent, 0.0)
+
+    def record_round(self, tokens: float, seconds: float, plain_seconds: float) -> None:
+        """Add the tokens per row that a round gained and subtract its time."""
+        self.steps += tokens * (1.0 + STEPS_PER_TOKEN) - seconds / max(plain_seconds, 1e-9)
+
+
 @dataclass(frozen=True)
 class PlannedRound:
     """A round with its expected tokens and costs.
 
     Attributes:
-        costs: seconds by nodes and depth.
         tokens: expected tokens of all rows.
         nodes: nodes of all rows, roots included.
         draft_seconds: expected drafting time.
@@ -95,7 +127,7 @@ def choose_nodes(
 ) -> tuple[PlannedRound, dict[int, list[int]]]:
     """Return the fastest round over the drafts of all rows, and its nodes per row.
 
-    `max_nodes` bounds the nodes of a row, root excluded; `draft_seconds` were spent on drafting.
+    `max_nodes` bounds the nodes of a row, root excluded.
     """
     ranked: list[tuple[float, int, int]] = []
     for row, tree in trees.items():
@@ -208,7 +240,7 @@ def _with_exclusive_tree(
     depths = {row: min(max_depths[row], source.depth) for row in trees}
     tokens = sum(1 + sum(_level_gains(source, row, {}, depth)) for row, depth in depths.items())
     width = source.nodes_per_level
-    nodes = sum(1 + source.last_size(row, width * depth) for row, depth in depths.items())
+    nodes = sum(1 + source.sizes.get(row, width * depth) for row, depth in depths.items())
     return PlannedRound(base.costs, tokens, nodes, depths={source.name: depths})
 
 
