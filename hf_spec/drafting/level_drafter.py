@@ -29,7 +29,7 @@ from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.device_growth import DeviceGrowth, PassPlans
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.drafting.token_graph import TokenGraph, UnmergedTree
-from hf_spec.drafting.tree_growth import Growth, HostGrowth, NextTokens, RowGrowth, TreeShape
+from hf_spec.drafting.tree_growth import Growth, NextTokens, RowGrowth, TreeShape
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import NodeProcessors
@@ -75,7 +75,7 @@ class LevelConfig(PolicyConfig):
 
     @property
     def sampling_rule(self) -> type[Verifier] | None:
-        """The verifier of drafts when the target samples; None for the exact one."""
+        """The verifier when the target samples; None for the exact one."""
         return None
 
 
@@ -122,11 +122,6 @@ class LevelDrafter(Drafter):
     """Grows a chain, a tree or a graph per row from the next-token probabilities of a model.
 
     Subclasses implement `probabilities`, or `next_tokens` if a pass predicts several levels.
-
-    Args:
-        config: its options.
-        policy: the length policy.
-        shape: bounds of the drafts; by default those of `config`.
 
     Attributes:
         counters: "draft_nodes", drafted nodes, sent or not; "merges", edges made instead of nodes;
@@ -245,10 +240,11 @@ class LevelDrafter(Drafter):
         self._grow(state, {row: draft for row, draft in drafts.items() if draft.max_levels > 0})
         self._sent = {row: self.choose_nodes(drafts[row], limits[row]) for row in drafts}
         self.graphs = {row: draft.graph for row, draft in drafts.items()}
+        graphs = self.graphs.values()
         added = {
-            "rounds": len(self.graphs),
-            "draft_nodes": sum(len(graph) - 1 for graph in self.graphs.values()),
-            "merges": sum(graph.num_merges for graph in self.graphs.values()),
+            "rounds": len(graphs),
+            "draft_nodes": sum(len(graph) - 1 for graph in graphs),
+            "merges": sum(graph.num_merges for graph in graphs),
         }
         self.counters = {n: count + added.get(n, 0) for n, count in self.counters.items()}
         distributions = [
@@ -287,7 +283,7 @@ class LevelDrafter(Drafter):
         """Run passes until no row grows on."""
         deepest = max((draft.max_levels for draft in drafts.values()), default=0)
         on_device = deepest > 0 and self._fits_device_growth(deepest)
-        growth = DeviceGrowth(drafts, self._plans) if on_device else HostGrowth(drafts)
+        growth = DeviceGrowth(drafts, self._plans) if on_device else Growth(drafts)
         while growth.rows:
             growth.add(self.next_tokens(state, growth))
             rows = growth.next_rows()
@@ -315,7 +311,7 @@ class LevelDrafter(Drafter):
 
 
 def newest_token(row: int, draft: RowGrowth, generated: int) -> DraftedToken:
-    """Return what a length policy reads of a row that has generated `generated` tokens."""
+    """Return what a length policy reads of a row."""
     graph = draft.graph
     best = max(draft.frontier, key=lambda node: graph.reach[node])
     parent, chance = draft.merged.get(best, (graph.parents[best], graph.probs[best]))

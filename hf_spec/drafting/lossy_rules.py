@@ -23,8 +23,7 @@ from hf_spec.engine.forward.draft_tree import DraftTree
 class LongestPath(Verifier):
     """Keep the longest accepted path and sample a bonus token after it. Lossy.
 
-    Raises:
-        UnsupportedError: if a logits processor may keep state between calls.
+    Raises `UnsupportedError` if a logits processor may keep state between calls.
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int):
@@ -43,7 +42,6 @@ class LongestPath(Verifier):
         """Return nodes whose whole path is accepted, including the roots of unfinished rows."""
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
-        """Find the longest accepted path of every row."""
         accepted = self._accept(tree, walk)
         self._next = {}
         for row in walk.state.unfinished:
@@ -116,7 +114,6 @@ class IndependentAcceptance(LongestPath):
     """
 
     def _accept(self, tree: DraftTree, walk: Walk) -> set[int]:
-        """See `LongestPath`; works level by level."""
         level = [(row, tree.row_start[row]) for row in walk.state.unfinished]
         paths: dict[int, list[int]] = {root: [] for _, root in level}
         while level := [(row, node) for row, node in level if tree.children[node]]:

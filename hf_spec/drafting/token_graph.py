@@ -72,11 +72,7 @@ class TokenGraph:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, probability: float) -> int | None:
-        """Draft `token` as a new child of `parent`, or merge it into an existing node.
-
-        Returns:
-            The new node; None after a merge.
-        """
+        """Draft `token` below `parent`; return its node, None if it was merged into another."""
         run = None
         if self.merge_length is not None:
             run = (*self._tail(parent, self.merge_length), token)

@@ -1,16 +1,14 @@
 """Drafts under construction.
 
-`Growth` is what a drafter sees of the drafts of a batch: the nodes of the next pass. `HostGrowth`
-chooses these on the host after every pass; `hf_spec.drafting.device_growth.DeviceGrowth` chooses
-them on the device. Both add the drafted tokens to one `RowGrowth` per row, so both build the same
-drafts.
+`Growth` is what a drafter sees of the drafts of a batch: the nodes of the next pass, which are
+chosen on the host after every pass. `hf_spec.drafting.device_growth.DeviceGrowth` chooses them on
+the device. Both add the drafted tokens to one `RowGrowth` per row, so both build the same drafts.
 """
 
 from __future__ import annotations
 
 import heapq
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -245,8 +243,10 @@ class RowGrowth:
         return children
 
 
-class Growth(ABC):
+class Growth:
     """Drafts of some rows under construction; its *nodes* are those of the next pass.
+
+    Their tokens are fetched after every pass, so a length policy can end it.
 
     Attributes:
         rows: the rows that grow, in order. Their nodes follow each other in this order.
@@ -260,59 +260,46 @@ class Growth(ABC):
     tokens_on_device: bool = False
 
     def __init__(self, drafts: Mapping[int, RowGrowth]):
-        self.rows = list(drafts)
         self.depth = 0
         self._drafts = drafts
+        self._places = {(row, -1): place for place, row in enumerate(drafts)}
+        self._begin(list(drafts))
 
     @property
-    @abstractmethod
     def tokens(self) -> Tensor:
         """(M * k,) int64, per node the tokens since its parent, k levels before; (M,) of roots."""
+        parts = [self._drafts[row].pass_tokens(node) for row, node in self._row_nodes]
+        return torch.tensor([token for part in parts for token in part])
 
     @property
-    @abstractmethod
     def parents(self) -> Tensor:
         """(M,) int64, which node of the pass before is the parent; of a root its place in rows."""
-
-    @abstractmethod
-    def num_nodes(self, row: int) -> int:
-        """Return the number of nodes of a row."""
-
-    @abstractmethod
-    def expanded_subtree(self, row: int) -> tuple[list[int], list[int]]:
-        """Return tokens and parents of a row's expanded nodes, those of the next pass included.
-
-        Tokens that only the device knows are replaced by the root's.
-        """
-
-    @abstractmethod
-    def add(self, following: NextTokens) -> None:
-        """Add what follows the nodes."""
-
-    @abstractmethod
-    def next_rows(self) -> list[int]:
-        """Return the rows whose draft may grow by another pass."""
-
-    @abstractmethod
-    def advance(self, rows: Sequence[int]) -> None:
-        """Go on to the next pass, with some of the `next_rows`."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Complete the drafts on the host."""
+        above = [(row, self._drafts[row].pass_parent(node)) for row, node in self._row_nodes]
+        return torch.tensor([self._places[owner] for owner in above])
 
     @property
     def owners(self) -> list[int]:
         """The row of each node."""
         return [row for row in self.rows for _ in range(self.num_nodes(row))]
 
+    def num_nodes(self, row: int) -> int:
+        """Return the number of nodes of a row."""
+        return len(self._nodes[row])
+
+    def expanded_subtree(self, row: int) -> tuple[list[int], list[int]]:
+        """Return tokens and parents of a row's expanded nodes, those of the next pass included.
+
+        Tokens that only the device knows are replaced by the root's.
+        """
+        return self._drafts[row].expanded_subtree()
+
     def paths(self) -> list[list[int]]:
         """Return per node the tokens from the root's child down to it, if the host knows them."""
-        raise NotImplementedError
+        return [self._drafts[row].graph.path(node) for row, node in self._row_nodes]
 
     def node_depths(self) -> list[int]:
         """Return the depth of each node; below merge edges it may be less than `depth`."""
-        return [self.depth] * len(self.owners)
+        return [self._drafts[row].graph.depth[node] for row, node in self._row_nodes]
 
     def inputs_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `tokens` and `parents` on a device, sent there in one transfer."""
@@ -324,71 +311,31 @@ class Growth(ABC):
         )
         return tokens, parents
 
-
-class HostGrowth(Growth):
-    """Growth whose tokens are fetched after every pass, so a length policy can end it."""
-
-    def __init__(self, drafts: Mapping[int, RowGrowth]):
-        super().__init__(drafts)
-        self._places = {(row, -1): place for place, row in enumerate(self.rows)}
-        self._begin(self.rows)
-
-    @property
-    def tokens(self) -> Tensor:
-        """See `Growth`."""
-        parts = [self._drafts[row].pass_tokens(node) for row, node in self._row_nodes]
-        return torch.tensor([token for part in parts for token in part])
-
-    @property
-    def parents(self) -> Tensor:
-        """See `Growth`."""
-        above = [(row, self._drafts[row].pass_parent(node)) for row, node in self._row_nodes]
-        return torch.tensor([self._places[owner] for owner in above])
-
-    def num_nodes(self, row: int) -> int:
-        """See `Growth`."""
-        return len(self._nodes[row])
-
-    def expanded_subtree(self, row: int) -> tuple[list[int], list[int]]:
-        """See `Growth`."""
-        return self._drafts[row].expanded_subtree()
-
-    def paths(self) -> list[list[int]]:
-        """See `Growth`."""
-        return [self._drafts[row].graph.path(node) for row, node in self._row_nodes]
-
-    def node_depths(self) -> list[int]:
-        """See `Growth`."""
-        return [self._drafts[row].graph.depth[node] for row, node in self._row_nodes]
-
     def add(self, following: NextTokens) -> None:
-        """See `Growth`; waits for the device."""
-        probs, scored = following.probs, following.scores
-        fetched = fetch_all(
-            [t for t in (following.tokens, following.chances, scored) if t is not None]
-        )
+        """Add what follows the nodes; waits for the device."""
+        probs, tensors = following.probs, [following.tokens, following.chances]
+        fetched = fetch_all(tensors if following.scores is None else [*tensors, following.scores])
         start = 0
         for row, nodes in self._nodes.items():
             part = slice(start, start + len(nodes))
             tokens, chances, *scores = (values[part] for values in fetched)
             drawn_from = None if probs is None else probs[part]
-            lists = NextLists(tokens, chances, drawn_from, *scores)
-            self._drafts[row].add_levels(nodes, lists)
+            self._drafts[row].add_levels(nodes, NextLists(tokens, chances, drawn_from, *scores))
             start = part.stop
         self.depth += following.tokens.shape[1]
 
-    def finish(self) -> None:
-        """See `Growth`; they are complete after every pass."""
-
     def next_rows(self) -> list[int]:
-        """See `Growth`."""
+        """Return the rows whose draft may grow by another pass."""
         drafts = self._drafts
         return [r for r in self.rows if self.depth < drafts[r].max_levels and drafts[r].frontier]
 
     def advance(self, rows: Sequence[int]) -> None:
-        """See `Growth`."""
+        """Go on to the next pass, with some of the `next_rows`."""
         self._places = {owner: place for place, owner in enumerate(self._row_nodes)}
         self._begin(rows)
+
+    def finish(self) -> None:
+        """Complete the drafts on the host, where they are complete after every pass."""
 
     @property
     def _row_nodes(self) -> list[tuple[int, int]]:

@@ -35,15 +35,9 @@ POLICIES = {"constant": "static", "heuristic": "heuristic", "heuristic_transient
 def check_assisted(
     config: StrategyConfig, model: PreTrainedModel, arguments: Mapping[str, Any]
 ) -> None:
-    """Check a call with a strategy for settings of assisted generation.
+    """Raise `OptionError` for a setting of assisted generation among the `arguments` of a call.
 
-    Args:
-        config: the strategy.
-        model: the target. Settings in its generation config are only logged.
-        arguments: the arguments of `generate()` by name.
-
-    Raises:
-        OptionError: the call has such a setting; the message names the option that replaces it.
+    The message names the option that replaces it. Settings that the model stores are only logged.
     """
     stored = getattr(model, "generation_config", None)
     call_config = arguments.get("generation_config")

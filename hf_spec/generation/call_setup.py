@@ -12,11 +12,7 @@ from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.models.support_checks import check_model
-from hf_spec.generation.assisted_settings import (
-    check_assisted,
-    generation_configs,
-    warn_of_stored,
-)
+from hf_spec.generation.assisted_settings import check_assisted, generation_configs, warn_of_stored
 from hf_spec.generation.call_checks import Settings, check_callables, check_settings
 from hf_spec.generation.compiling import warm_up
 from hf_spec.generation.target_checks import (
@@ -63,7 +59,6 @@ def resolve_call(
 
 
 def _check_misplaced(config: StrategyConfig, arguments: dict[str, Any]) -> None:
-    """Raise an error for an option of the strategy among the arguments of `generate()`."""
     options = {option.name for option in dataclasses.fields(config)}
     if misplaced := sorted(options & arguments.keys()):
         name = misplaced[0]
@@ -82,11 +77,7 @@ def without_static_cache(settings: Settings, arguments: dict[str, Any]) -> dict[
 def build_drafter(
     config: StrategyConfig, model: PreTrainedModel, assistant: Any, arguments: dict[str, Any]
 ) -> Drafter:
-    """Return the drafter of a call; `arguments` has the tokenizers. Compiles the target if asked.
-
-    Raises:
-        AssistantError: the assistant is missing or does not fit the target.
-    """
+    """Return the drafter of a call, compiling the target if asked."""
     assistant = find_assistant(assistant, model, config.adapter_methods)
     for stored in generation_configs(assistant):
         warn_of_stored(config, "assistant.generation_config", stored)
@@ -103,7 +94,6 @@ def build_drafter(
 
 
 def _assistant_hint(config: StrategyConfig) -> str:
-    """Return what the assistant of a strategy is, and how to get one."""
     methods = config.adapter_methods or ()
     if DRAFT in methods:
         return "<model, folder or Hub id>, for instance hf_spec.truncated_draft(model, num_layers)"
@@ -115,11 +105,9 @@ def _assistant_hint(config: StrategyConfig) -> str:
 
 
 def stop_strings_to_criteria(strings: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments without tokenizers, with a stopping criterion for the stop strings.
-
-    `generate()` does not pass the tokenizers on to `custom_generate`.
-    """
+    """Return arguments without tokenizers, with a stopping criterion for the stop strings."""
     arguments = dict(arguments)
+    # `generate()` does not pass the tokenizers on to `custom_generate`.
     arguments.pop("assistant_tokenizer", None)
     tokenizer = arguments.pop("tokenizer", None)
     if strings is None:

@@ -6,7 +6,7 @@ other models, in arguments whose names begin with `decoder_`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,50 +38,29 @@ def decoder_kwargs(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict
     }
 
 
-def share_encoder_output(
-    target: ModelRunner, drafter: Drafter, prompt: Prompt, read: Callable[..., Prompt] | None
-) -> None:
-    """Pass the encoder's output to the decoders of target and draft models.
-
-    Args:
-        target: runs the target.
-        drafter: active.
-        prompt: as `generate()` prepared it, with the encoder's output.
-        read: returns the prompt with the output of a draft model's own encoder, from that model
-            and the target's prompt.
-    """
+def share_encoder_output(target: ModelRunner, drafter: Drafter, prompt: Prompt) -> None:
+    """Pass the encoder's output, in `prompt`, to the decoders of target and draft models."""
     states = prompt.model_kwargs["encoder_outputs"][0]
     cache = find_cache(prompt.model_kwargs)
     target.attend_to(states, getattr(cache, "cross_attention_cache", None))
-    drafter.prefill(partial(_attend, target=target.model, prompt=prompt, read=read))
+    drafter.prefill(partial(_attend, target=target.model, prompt=prompt))
 
 
-def _attend(
-    runner: ModelRunner,
-    target: PreTrainedModel,
-    prompt: Prompt,
-    read: Callable[..., Prompt] | None,
-) -> None:
-    """Pass an encoder's output to a draft model; a decoder without encoder uses the target's."""
+def _attend(runner: ModelRunner, target: PreTrainedModel, prompt: Prompt) -> None:
+    """Pass the output on; a decoder without encoder uses the target's."""
     draft: Any = runner.model
     if not attends_to_encoder(draft):
         return
     shares = is_lone_decoder(draft) or draft.get_encoder() is target.get_encoder()
-    draft_prompt = prompt if shares or read is None else read(draft, prompt)
+    draft_prompt = prompt if shares or prompt.read is None else prompt.read(draft, prompt)
     runner.attend_to(draft_prompt.model_kwargs["encoder_outputs"][0])
 
 
 @torch.no_grad()
 def read_input(arguments: Mapping[str, Any], draft: Any, prompt: Prompt) -> Prompt:
-    """Return the prompt with the output of a draft model's own encoder.
+    """Return the prompt with the output of a draft model's own encoder, from the call's input.
 
-    Args:
-        arguments: the arguments of the call, with the encoder's input.
-        draft: the draft model.
-        prompt: the prompt of the target.
-
-    Raises:
-        AssistantError: the call has only the output of the target's encoder.
+    Raises `AssistantError` if the call has only the output of the target's encoder.
     """
     candidates = (arguments.get(name) for name in ("input_features", "inputs"))
     features = next((value for value in candidates if value is not None), None)

@@ -204,13 +204,6 @@ def _make_generate_batch_iter(generate: Any) -> Any:
             assistant: what the strategy drafts with.
             max_batch: maximum number of sequences at a time.
             **kwargs: as in `generate()`.
-
-        Returns:
-            An iterator over the outputs in the order in which the sequences end.
-
-        Raises:
-            OptionError: there is no strategy, or an argument is invalid.
-            UnsupportedError: an input or setting is not supported.
         """
         additions = {"spec_strategy": spec_strategy, "assistant": assistant, "max_batch": max_batch}
         strategy, additions = _resolve_stored(model, additions, generation_config)
@@ -261,12 +254,8 @@ def speculate(
 ) -> Any:
     """Run a call of `generate` with a strategy.
 
-    Args:
-        original: transformers' own `generate`.
-        model: the target.
-        strategy: a name or a config.
-        arguments: the arguments by name, including `assistant`.
-        watch: called with the drafter before it drafts.
+    `arguments` has the arguments by name, including `assistant`. `watch` is called with the drafter
+    before it drafts.
     """
     assistant = arguments.pop("assistant")
     config, settings = resolve_call(model, strategy, arguments)
@@ -301,10 +290,10 @@ def speculate(
 def _generate_all(
     generate: Any, model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]
 ) -> SpecBatchOutput:
-    """Run a call of `generate_batch` with a strategy."""
     progress_bar = bool(arguments.pop("progress_bar", False))
-    batch = _continuous_batch(generate, model, strategy, arguments)
-    return run_continuous_batch(batch, progress_bar)
+    return run_continuous_batch(
+        _continuous_batch(generate, model, strategy, arguments), progress_bar
+    )
 
 
 def _continuous_batch(
@@ -312,11 +301,11 @@ def _continuous_batch(
 ) -> ContinuousBatch | None:
     """Return the batch of a call; None without prompts."""
     assistant = arguments.pop("assistant")
-    config, call = resolve_batch_call(model, strategy, arguments)
+    call = resolve_batch_call(model, strategy, arguments)
     if not call.requests:
         return None
-    drafter = build_drafter(config, model, assistant, arguments)
+    drafter = build_drafter(call.config, model, assistant, arguments)
     prepare = functools.partial(prepare_request, generate, model, call)
     return ContinuousBatch(
-        model, drafter, call.requests, prepare, call.max_batch, call.streamer, call.batching
+        model, drafter, call.requests, prepare, call.max_batch, call.streamer, call.config.batching
     )

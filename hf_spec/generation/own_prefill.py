@@ -56,13 +56,7 @@ IMAGE_INPUTS = frozenset(
 def is_needed(
     model: PreTrainedModel, attention_mask: Tensor, model_kwargs: Mapping[str, Any]
 ) -> bool:
-    """Return True if the model's own forward pass must run its prompt.
-
-    Args:
-        model: the target.
-        attention_mask: (B, L).
-        model_kwargs: what `generate()` prepared for the model.
-    """
+    """Return True if the model's own forward pass must run its (B, L) prompt."""
     config: Any = model.config.get_text_config()
     # The value "vision" means that only images are bidirectional.
     bidirectional = getattr(config, "use_bidirectional_attention", None) in (True, "all")
@@ -92,16 +86,16 @@ def is_shifted(position_ids: Tensor, attention_mask: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Inputs of a model's prefill.
+    """Inputs of a model's prefill: (B, L) int64, padded on the left, and further ones.
 
-    Attributes:
-        input_ids, attention_mask: (B, L) int64, padded on the left.
-        model_kwargs: further inputs that `generate()` prepared.
+    `read` returns the prompt of a draft model with images or an encoder; without it, draft models
+    run on placeholder tokens, or on the output of the target's encoder.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     model_kwargs: Mapping[str, Any]
+    read: Callable[[PreTrainedModel, Prompt], Prompt] | None = None
 
     @property
     def stored(self) -> int:
@@ -130,33 +124,23 @@ def first_round(
     drafter: Drafter,
     verifier: Verifier,
     state: GenerationState,
-    read: Callable[..., Prompt] | None = None,
 ) -> None:
-    """Prefill the target and commit one token per row, without a draft.
-
-    `read` returns the prompt of a draft model with images; without it, draft models run on
-    placeholder tokens.
-    """
+    """Prefill the target and commit one token per row, without a draft."""
     with state.clock("draft"):
-        if read is not None:
-            drafter.prefill(
-                partial(_prefill_draft_model, target=target.model, prompt=prompt, read=read)
-            )
+        drafter.prefill(partial(_prefill_draft_model, target=target.model, prompt=prompt))
         tree = drafter.draft(state, dict.fromkeys(state.unfinished, 0))
     with state.clock("verify"):
         output = prompt.run(target)
     finish_step(target, drafter, verifier, state, tree, output)
 
 
-def _prefill_draft_model(
-    runner: ModelRunner, target: PreTrainedModel, prompt: Prompt, read: Callable[..., Prompt]
-) -> None:
+def _prefill_draft_model(runner: ModelRunner, target: PreTrainedModel, prompt: Prompt) -> None:
     """Prefill a draft model that takes images; others run on placeholder tokens.
 
     So do all draft models if images of earlier turns are only in the target's cache.
     """
     draft = runner.model
-    if not takes_images(draft) or prompt.stored:
+    if prompt.read is None or not takes_images(draft) or prompt.stored:
         return
     target_type, draft_type = (model.config.model_type for model in (target, draft))
     if target_type != draft_type:
@@ -165,7 +149,7 @@ def _prefill_draft_model(
             f"target like {target_type!r}; draft with a model of the target's type, with a text "
             "model of the same vocabulary, or with spec_strategy='lookup'"
         )
-    read(draft, prompt).run(runner)
+    prompt.read(draft, prompt).run(runner)
 
 
 def _offsets(position_ids: Tensor | None, masks: Sequence[Tensor]) -> list[int]:
@@ -194,11 +178,7 @@ def read_prompt(
 ) -> Prompt:
     """Return the prompt with the inputs that a draft model prepares from the call's images.
 
-    Args:
-        generate: the original method, which runs the vision tower and inserts the tokens.
-        arguments: the arguments of the call, images included.
-        draft: the draft model.
-        prompt: the prompt of the target.
+    The original `generate` runs the vision tower and inserts the tokens.
     """
     images = {name: arguments[name] for name in IMAGE_INPUTS if name in arguments}
     candidates = (arguments.get(name) for name in ("input_ids", "inputs"))

@@ -30,11 +30,9 @@ from hf_spec.methods.loading import cached_adapter
 
 @dataclass
 class SpecPeftConfig(PeftConfig):
-    """Config of an adapter in PEFT.
+    """Config of an adapter in PEFT; for `method`, `options` and `base` see `SpecAdapter`.
 
-    Attributes:
-        method, options, base: see `SpecAdapter`.
-        adapter: the adapter that was loaded with the config, if any.
+    `adapter` is the one that was loaded with the config, if any.
     """
 
     task_type: Any = "CAUSAL_LM"
@@ -74,11 +72,7 @@ class SpecPeftConfig(PeftConfig):
 
 
 class SpecLayer(nn.Module, BaseTunerLayer):
-    """The adapters of a model, which PEFT switches as in the layers of a LoRA.
-
-    Attributes:
-        adapters: by their names in PEFT.
-    """
+    """The adapters of a model by name, which PEFT switches as in the layers of a LoRA."""
 
     # No weights, so PEFT does not cast, freeze or save them.
     adapter_layer_names = ()

@@ -18,13 +18,7 @@ from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.token_graph import TokenGraph
-from hf_spec.drafting.tree_growth import (
-    Growth,
-    HostGrowth,
-    NextTokens,
-    RowGrowth,
-    TreeShape,
-)
+from hf_spec.drafting.tree_growth import Growth, NextTokens, RowGrowth, TreeShape
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree
 from tests.drafting.test_rank_tree import random_paths
@@ -275,7 +269,7 @@ def test_passes_of_several_levels(seed: int, size: int, on_device: bool) -> None
     limits = {0: tree.height, 2: max(1, tree.height - 2)}
     drafts = {row: RowGrowth(TokenGraph([0]), shape, bool, limit) for row, limit in limits.items()}
     plans = PassPlans(shape, [], CPU)
-    growth: Growth = DeviceGrowth(drafts, plans) if on_device else HostGrowth(drafts)
+    growth = DeviceGrowth(drafts, plans) if on_device else Growth(drafts)
     passes = 0
     texts: list[Token] = [()] * len(limits)
     while growth.rows:

@@ -34,5 +34,5 @@ def test_a_text_model_hears_nothing() -> None:
     ids = torch.zeros(1, 1, dtype=torch.long)
     runner = ModelRunner(build_text("llama"), 1)
     prompt = Prompt(ids, torch.ones_like(ids), {"encoder_outputs": (torch.zeros(1, 20, 32),)})
-    _attend(runner, build(), prompt, None)
+    _attend(runner, build(), prompt)
     assert runner._call.cross_attention is None
