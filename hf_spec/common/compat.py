@@ -1,8 +1,7 @@
-"""Compatibility of the KV cache argument with several transformers releases.
+"""Names of the KV cache argument in several transformers releases.
 
-From transformers 5.24, models and `generate()` name their cache argument `cache`. Earlier releases,
-and remote code written for them, name it `past_key_values`, or `cache_params` in models without
-attention. These functions support all three names.
+From transformers 5.24, models and `generate()` name it `cache`. Earlier releases, and remote code
+written for them, name it `past_key_values`, or `cache_params` in models without attention.
 """
 
 from __future__ import annotations

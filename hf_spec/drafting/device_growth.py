@@ -1,13 +1,10 @@
 """Growth of drafts on the device, without synchronizing between passes.
 
-If no length policy decides after each pass, the host does not need the drafted tokens before the
-last pass. All passes are queued, their tokens are fetched in one transfer, and the drafts are
-rebuilt from them node by node.
-
-The host has to know the shape of what it queues. So each pass runs the largest number of nodes per
-row that it can have; rows with fewer are padded, and padding gets no children. A chain is the tree
-with one node per level. The parents of the nodes follow from that shape, or the device chooses the
-nodes and computes what each of them sees.
+If no length policy decides after each pass, all passes are queued, their tokens are fetched in one
+transfer, and the drafts are rebuilt from them node by node. The host has to know the shape of what
+it queues. So each pass runs the largest number of nodes per row that it can have; rows with fewer
+are padded, and padding gets no children. The parents of the nodes follow from that shape, or the
+device chooses the nodes and computes what each of them sees.
 """
 
 from __future__ import annotations

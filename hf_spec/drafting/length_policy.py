@@ -79,8 +79,7 @@ class LengthPolicy:
     def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor | None:
         """Return (M,) float32 scores for `goes_on`, or None if it needs only probabilities.
 
-        They are computed on the device from (M, V) draft distributions and fetched with the tokens;
-        for `positions` see `DraftedToken`.
+        They are computed on the device from (M, V) draft distributions and fetched with the tokens.
         """
         return None
 

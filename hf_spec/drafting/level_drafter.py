@@ -1,12 +1,10 @@
 """Drafts grown level by level: a chain, a tree or a graph of tokens per row.
 
-A drafter returns the probabilities of the next tokens; `LevelDrafter` chooses the nodes to expand,
-stops where a length policy does, and chooses the nodes to send. Chains follow Leviathan et al. 2023
-(arXiv 2211.17192); trees keep the most probable paths (as in Miao et al. 2024, arXiv 2305.09781).
-With as many children per node as nodes per level this is the dynamic tree of EAGLE-2 (Li et al.
-2024, arXiv 2406.16858, section 4): the w most probable paths are expanded, and the most probable of
-all drafted nodes are sent. With merging, repeated runs of tokens are drafted once
-(`hf_spec.drafting.token_graph`).
+Chains follow Leviathan et al. 2023 (arXiv 2211.17192); trees keep the most probable paths (as in
+Miao et al. 2024, arXiv 2305.09781). With as many children per node as nodes per level this is the
+dynamic tree of EAGLE-2 (Li et al. 2024, arXiv 2406.16858, section 4): the w most probable paths are
+expanded, and the most probable of all drafted nodes are sent. With merging, repeated runs of tokens
+are drafted once (`hf_spec.drafting.token_graph`).
 
 If the target samples, a chain is sampled, too. Residual rejection verifies it, which accepts a
 token with probability 1 - TV(draft, target). A tree takes the top tokens and is verified by node
@@ -153,10 +151,7 @@ class LevelDrafter(Drafter):
         self.expanded_nodes: dict[int, list[int]] = {}
 
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
-        """Return the (M, R) float32 distributions after the M nodes of `growth`.
-
-        R counts the tokens of `draft_vocab_ids`.
-        """
+        """Return the (M, R) float32 distributions over `draft_vocab_ids` after the M nodes."""
         raise NotImplementedError
 
     @property
@@ -237,7 +232,8 @@ class LevelDrafter(Drafter):
             for row, limit in limits.items()
         }
         self.expanded_nodes = {row: draft.expanded_nodes for row, draft in drafts.items()}
-        self._grow(state, {row: draft for row, draft in drafts.items() if draft.max_levels > 0})
+        if growing := {row: draft for row, draft in drafts.items() if draft.max_levels > 0}:
+            self._grow(state, growing)
         self._sent = {row: self.choose_nodes(drafts[row], limits[row]) for row in drafts}
         self.graphs = {row: draft.graph for row, draft in drafts.items()}
         graphs = self.graphs.values()
@@ -280,9 +276,7 @@ class LevelDrafter(Drafter):
         return nodes
 
     def _grow(self, state: GenerationState, drafts: Mapping[int, RowGrowth]) -> None:
-        """Run passes until no row grows on."""
-        deepest = max((draft.max_levels for draft in drafts.values()), default=0)
-        on_device = deepest > 0 and self._fits_device_growth(deepest)
+        on_device = self._fits_device_growth(max(draft.max_levels for draft in drafts.values()))
         growth = DeviceGrowth(drafts, self._plans) if on_device else Growth(drafts)
         while growth.rows:
             growth.add(self.next_tokens(state, growth))
@@ -294,7 +288,7 @@ class LevelDrafter(Drafter):
         growth.finish()
 
     def _fits_device_growth(self, depth: int) -> bool:
-        """Return True if drafts of that depth can grow without fetching any tokens in between."""
+        """Return True if drafts can grow without fetching any tokens in between."""
         # The number of drawn siblings that are sent depends on what was drawn before.
         drawn_tree = self.samples and self.shape.children > 1
         if self.policy_stops or drawn_tree or self.processors.reads_prefix:
@@ -326,7 +320,7 @@ def newest_token(row: int, draft: RowGrowth, generated: int) -> DraftedToken:
 
 
 def stacked(distributions: Sequence[Tensor | None]) -> Tensor | None:
-    """Return (N, V) distributions, zeros where there is none; None if there are no others."""
+    """Return (N, V) distributions, zeros where there is none; None without any."""
     first = next((probs for probs in distributions if probs is not None), None)
     if first is None:
         return None

@@ -1,8 +1,7 @@
-"""Two published sampling rules that change the output distribution.
+"""Two published sampling rules that change the output distribution, for the option `lossy`.
 
 Both decide for many branches at once which nodes are accepted, keep the longest accepted path and
-sample a fresh bonus token after it. They differ in which nodes they accept. Strategies offer them
-as the option `lossy`; the default `NodeDraw` is exact.
+sample a fresh bonus token after it.
 """
 
 from __future__ import annotations

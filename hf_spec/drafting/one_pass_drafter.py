@@ -1,8 +1,7 @@
 """Drafts from heads that read the target's hidden states once and predict several levels.
 
 The predictions of a level may depend on the tokens drafted before (`Proposals`). The draft grows
-level by level like others: a chain, the most probable paths, or a tree of ranks, drawn at random or
-not, with any length policy.
+level by level like others, with any length policy.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ class ProposalDrafter(LevelDrafter):
         return self.head.timing_key
 
     def num_forwards(self, depth: int) -> int:
-        """See `ProposalHead`."""
+        """See `Drafter`."""
         return self.head.num_forwards(depth)
 
     def start(self, state: GenerationState) -> None:

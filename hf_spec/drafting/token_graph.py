@@ -140,7 +140,6 @@ class TokenGraph:
             depth.append(depth[above] + 1)
 
     def _tail(self, node: int, length: int) -> tuple[int, ...]:
-        """Return the last `length` tokens up to `node`, committed ones included."""
         tokens: list[int] = []
         while node >= 0 and len(tokens) < length:
             tokens.append(self.tokens[node])

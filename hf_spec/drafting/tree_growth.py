@@ -87,8 +87,8 @@ class RowGrowth:
     """Draft of one row under construction.
 
     Attributes:
+        graph: the drafted tokens.
         ends: True for tokens that end a sequence.
-        max_levels: most levels of the draft.
         drawn: True if its tokens are drawn at random.
         levels: number of levels so far.
         frontier: the nodes to expand next, in order.
@@ -202,7 +202,6 @@ class RowGrowth:
         self.scores |= dict.fromkeys(nodes, 0.0)
 
     def _add_child(self, node: int, token: int, chance: float, best: float) -> int | None:
-        """Add one child, unless it is too improbable beside its `best` sibling."""
         pruned = chance < self.shape.min_sibling_ratio * best and not self.drawn
         if chance <= 0 or pruned or len(self.graph) > self.shape.max_draft_nodes:
             return None

@@ -1,7 +1,6 @@
 """Checks of a call's settings and inputs, before the first forward pass.
 
-Each raises `UnsupportedError`, or `OptionError` for a value that is wrong in any call. The message
-names the argument, its value and an alternative.
+They raise `UnsupportedError`, or `OptionError` for a value that is wrong in any call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """`model.generate_batch(prompts, spec_strategy=...)`: any number of prompts, a few at a time.
 
-transformers has its own `generate_batch`, which runs every call without a strategy. With one,
-sequences follow each other in the rows of one speculative batch (see
-`hf_spec.engine.decode.continuous_batching`). Arguments, request ids and outputs have the names that
-they have in transformers.
+Sequences follow each other in the rows of one batch (`hf_spec.engine.decode.continuous_batching`).
+Arguments, request ids and outputs have the names that they have in transformers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Wrappers of `GenerationMixin` methods that take `spec_strategy` and `assistant`.
 
-A call of `generate` or `generate_batch` without a strategy goes to the original method unchanged.
-With one, the original `generate` still prepares everything; only its decoding loop is replaced,
-through the `custom_generate` argument of transformers. The streamer and the tokenizer, which that
-path does not pass on, are kept here. `generate_batch_iter` is new.
+A call without a strategy goes to the original method unchanged. With one, the original `generate`
+still prepares everything; only its decoding loop is replaced, through transformers' argument
+`custom_generate`. `generate_batch_iter` is new.
 """
 
 from __future__ import annotations
@@ -32,14 +31,13 @@ from hf_spec.generation.call_setup import (
     without_static_cache,
 )
 from hf_spec.generation.call_signature import describe
-from hf_spec.generation.encoder_inputs import decoder_kwargs, read_input
 from hf_spec.generation.generate_batch import (
     prepare_request,
     resolve_batch_call,
     run_continuous_batch,
 )
 from hf_spec.generation.one_call import generate_with
-from hf_spec.generation.own_prefill import read_prompt
+from hf_spec.generation.own_prefill import decoder_kwargs, read_input, read_prompt
 from hf_spec.generation.peft_hook import WRAPPED
 from hf_spec.generation.target_checks import check_batching
 

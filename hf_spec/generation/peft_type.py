@@ -1,13 +1,8 @@
 """The PEFT type HF_SPEC: PEFT and transformers load, select and save our adapters.
 
-    model.load_adapter(folder)
-    PeftModel.from_pretrained(model, folder)
-
-An adapter takes no part in the model's forward pass, so the output stays bit-identical. It is
-attached to the model in a module without weights, where `generate(spec_strategy=...)` finds it. A
-LoRA in the same model is not affected.
-
-Importing this module registers the type with PEFT; `peft_hook` does so.
+An adapter takes no part in the model's forward pass. It is attached to the model in a module
+without weights, where `generate(spec_strategy=...)` finds it. Importing this module registers the
+type with PEFT; `peft_hook` does so.
 """
 
 from __future__ import annotations

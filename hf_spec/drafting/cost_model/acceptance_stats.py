@@ -1,11 +1,9 @@
 """Acceptance rates of drafters, and the merged tree of several drafts.
 
-`DraftSource` wraps a drafter and keeps, per row, how its drafts were accepted. It estimates the
-*reach* of each draft node: the probability that the target's path runs through the node. This is
-the product of the acceptance rates along the path, where the rate of a node is the share of nodes
-of its kind that were accepted after an accepted parent. The kind is the draft probability in tenths
-or, for drafters without probabilities, depth and rank. The rates decay. They start from those of
-earlier generations with the model, in the first generation from a prior.
+The *reach* of a draft node is the probability that the target's path runs through it: the product
+of the acceptance rates along the path, where the rate of a node is the share of nodes of its kind
+that were accepted after an accepted parent. The kind is the draft probability in tenths or, for
+drafters without probabilities, depth and rank.
 """
 
 from __future__ import annotations
@@ -156,10 +154,7 @@ class DraftSource:
                 self.sizes[row] = len(self.tree.nodes(row)) - 1
 
     def useful_depth(self, row: int) -> int:
-        """Return the depth at which the best node of a draft still has `MIN_REACH`.
-
-        Only for drafters without probabilities.
-        """
+        """Return the depth at which the best node still has `MIN_REACH`, without probabilities."""
         reach, depth = 1.0, 0
         while depth < self.depth:
             reach *= self._stats[row].nodes.rate((min(depth + 1, DEPTH_KINDS), 0))
@@ -173,10 +168,7 @@ class DraftSource:
         return self._stats[row].levels.rate(depth)
 
     def reach(self, row: int) -> list[float]:
-        """Return the reach of each node of the last draft of `row`.
-
-        Below a node with less than `MIN_REACH` it is 0.
-        """
+        """Return the reach of each node of the last draft of `row`; 0 below `MIN_REACH`."""
         tree, rates = self.tree, self._stats[row].nodes
         start = tree.row_start[row]
         reach = [1.0]
@@ -193,8 +185,8 @@ class DraftSource:
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Update the acceptance rates and pass the verdict on to the drafter.
 
-        A drafter that reads hidden states gets the verdict on the merged tree, whose nodes were
-        run. Any other drafter gets a verdict on its own draft.
+        One that reads hidden states gets the verdict on the merged tree, whose nodes were run; any
+        other one on its own draft.
         """
         accepted: list[list[int]] = [[] for _ in verdict.accepted]
         self.accepted_levels = {}
@@ -247,8 +239,7 @@ def _prior_rate(prior: tuple[float, float], kind: int | tuple[int, int]) -> floa
 class MergedTree(TokenGraph):
     """The drafts of several drafters for one row as one tree.
 
-    Attributes:
-        best_reach: per node the highest reach that any of the drafters gives it.
+    `best_reach` is per node the highest reach that any of the drafters gives it.
     """
 
     def __init__(self, root: int):

@@ -1,9 +1,7 @@
 """Measured costs: seconds of the target's forward pass by nodes, and of each draft by depth.
 
-`Curve` interpolates configured timings. `LearnedCurve` interpolates timings of earlier rounds:
-`round_timer` measures them without extra forward passes or synchronization, and `RoundTimes` stores
-them, cached on the target model. Before the first measurement, an expected cost in units of one
-forward pass is used.
+Timings come from the rounds (`round_timer`) and are cached on the target model. Before the first
+one, an expected cost in units of one forward pass is used.
 """
 
 from __future__ import annotations

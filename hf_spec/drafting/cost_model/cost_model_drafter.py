@@ -1,11 +1,6 @@
-"""Drafters whose draft length and width follow from the cost model.
+"""Drafters whose draft length and width follow from the cost model (`hf_spec.drafting.cost_model`).
 
-`CostModelDrafter` runs several drafters and merges their drafts; it is the base of `auto`.
-`AdaptiveLengthDrafter` is the same for a single method. Every method without a configured length
-uses it by default; `with_policy` and `adapt_length` build it. For the decision rule see
-`hf_spec.drafting.cost_model`.
-
-Decisions depend on timings and on the text so far, never on a later random draw. So every verifier
+Decisions depend on timings and on the text so far, never on a later random draw, so every verifier
 stays exact. Timings vary between runs, and with them the statistics.
 """
 
@@ -65,17 +60,12 @@ class CostModelDrafter(Drafter):
     """Runs the drafters that pay, merges their drafts, and sends the nodes that pay.
 
     Round costs and acceptance rates are measured and cached on the target, keyed by `key` and the
-    set of drafters. Until the cost of a step without a draft is known, nothing is drafted.
-
-    Args:
-        free: drafters with negligible cost, which run in every round.
-        assistants: other drafters, with distinct names.
-        target: the target model.
-        key: distinguishes cached measurements of the same drafters.
-        bounds: those of a draft.
-        costs: configured costs; then nothing is measured or cached.
+    set of drafters, unless `costs` are configured. Until the cost of a step without a draft is
+    known, nothing is drafted.
 
     Attributes:
+        free: drafters with negligible cost, which run in every round.
+        assistants: other drafters, with distinct names.
         counters: "rounds", one per row and draft; "idle_rounds", those without draft nodes;
             "asked_NAME", those in which the assistant of that name ran.
     """
@@ -205,7 +195,6 @@ class CostModelDrafter(Drafter):
             source.observe(verdict, output)
 
     def _make_filter(self, rows: int) -> RoundFilter:
-        """Return the round filter: the loss budget, or no drafts until plain steps are timed."""
         has_plain_cost = self._times is None or self._times.verify.is_reliable(rows)
         if self._plain_steps < PLAIN_STEPS and not has_plain_cost:
             # The first round runs the prompt and is not timed.
@@ -302,8 +291,8 @@ class AdaptiveLengthDrafter(CostModelDrafter):
         }
 
     def _make_filter(self, rows: int) -> RoundFilter:
-        """Return the round filter; configured lengths are exempt from the loss budget."""
         allows = super()._make_filter(rows)
+        # Configured lengths are exempt from the loss budget.
         return allow_all if self._drafts_always and allows is not allow_plain else allows
 
     def _affordable_depth(self, source: DraftSource, drafting_rows: int, rows: int) -> int:
@@ -339,7 +328,7 @@ def adapt_length(
 
 
 def can_measure(target: PreTrainedModel) -> bool:
-    """Return False for a tensor parallel model, whose processes must all take the same steps."""
+    """Return False if times differ among the processes of the model, which take the same steps."""
     return tensor_parallel_size(target) == 1
 
 
@@ -349,10 +338,7 @@ def selects_nodes_by_cost(config: PolicyConfig, target: PreTrainedModel) -> bool
 
 
 def resolve_config(config: ConfigT, target: PreTrainedModel) -> ConfigT:
-    """Return the config with its length policy and sizes filled in.
-
-    Raises `UnsupportedError` if "measured" is configured for a tensor parallel model.
-    """
+    """Return the config with its length policy and sizes filled in."""
     measures = can_measure(target)
     if config.length_policy == MEASURED and not measures:
         raise UnsupportedError(

@@ -1,8 +1,8 @@
 """Timing of rounds without synchronizing with the device.
 
-A round has two timed parts: its drafts, and the target's forward pass with verification. Their
-start and end are marks that may be read later (see `hf_spec.backend.device.clock`). A round is
-recorded as soon as its marks have passed, at the latest when the next round was verified.
+Start and end of the drafts, and of the target's forward pass with verification, are marks that may
+be read later (`hf_spec.backend.device.clock`). A round is recorded when its marks have passed,
+at the latest when the next round was verified.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class TimedRound:
     """A round until it is recorded.
 
     Attributes:
-        drafts: the drafts by drafter name.
         size: nodes that the target ran.
         expected_seconds: expected drafting time.
         sent, verified: marks around the target's forward pass and verification.
@@ -55,10 +54,7 @@ class RoundTimer:
     """Times rounds and records them in `times` and `budget`.
 
     Without `times`, nothing is learned and drafts are charged to the budget at their expected cost.
-
-    Attributes:
-        is_first: True if the next forward pass of the target runs a prompt; it is not timed.
-        round: the current round.
+    The forward pass of a prompt (`is_first`) is not timed.
     """
 
     def __init__(self, clock: Clock, costs: Costs, times: RoundTimes | None, budget: LossBudget):
@@ -117,7 +113,6 @@ class RoundTimer:
         self._record_pending()
 
     def _record_pending(self) -> None:
-        """Record the last verified round if its marks have passed."""
         done = self._pending
         if done is None or not self._clock.passed(done.verified):
             return

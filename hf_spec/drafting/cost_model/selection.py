@@ -1,15 +1,13 @@
 """The decision rule: the round with the most expected accepted tokens per second.
 
 A round yields one token per row plus the drafted tokens that the target accepts. It costs the
-target's forward pass over all nodes, and the drafts.
+target's forward pass over all nodes, and the drafts. A round without a draft is always an option;
+others must pass the `RoundFilter`, which enforces the loss budget.
 
 - `choose_nodes`: nodes are added in order of reach as long as the rate increases. For a given
   number of nodes this is optimal, and the result is always a tree.
 - `choose_sources`: drafters are chosen before they run, by the acceptance rates of their levels. A
   level counts only the tokens that no other draft is expected to contribute.
-
-A round without a draft is always an option. Others must pass the `RoundFilter`, which enforces the
-loss budget.
 """
 
 from __future__ import annotations
@@ -70,13 +68,9 @@ class LossBudget:
 
 @dataclass(frozen=True)
 class PlannedRound:
-    """A round with its expected tokens and costs.
+    """A round with its expected tokens and costs, over all rows.
 
-    Attributes:
-        tokens: expected tokens of all rows.
-        nodes: nodes of all rows, roots included.
-        draft_seconds: expected drafting time.
-        depths: drafter name -> row -> depth of its draft.
+    `nodes` include the roots; `depths` map a drafter's name to the depth of its draft by row.
     """
 
     costs: Costs
@@ -151,7 +145,7 @@ def choose_nodes(
 def _forward_sizes(
     costs: Costs, trees: Mapping[int, MergedTree], ranked: Sequence[tuple[float, int, int]]
 ) -> Sequence[float]:
-    """Return the size of a forward pass over the roots and the first 0, 1, 2, ... ranked nodes.
+    """Return the sizes of forward passes over the roots and the first 0, 1, 2, ... ranked nodes.
 
     With recurrent layers, nodes above a branch count again (`Costs.branch`).
     """
@@ -236,7 +230,6 @@ def _with_exclusive_tree(
     trees: Mapping[int, MergedTree],
     max_depths: Mapping[int, int],
 ) -> PlannedRound:
-    """Return the round in which the target verifies only the tree of `source`."""
     depths = {row: min(max_depths[row], source.depth) for row in trees}
     tokens = sum(1 + sum(_level_gains(source, row, {}, depth)) for row, depth in depths.items())
     width = source.nodes_per_level
