@@ -53,10 +53,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    r"""Return the text of a UTF-8 file without byte order mark, with line ends "\\n".
-
-    Anything else raises `OptionError`.
-    """
+    r"""Return the text of a regular UTF-8 file without byte order mark, with line ends "\n"."""
     check_regular(path)
     try:
         # Text mode would treat a single "\r" as the end of a line.

@@ -50,10 +50,7 @@ def reach_hub() -> None:
 
 
 def load_named(kind: Any, name: str, **arguments: Any) -> Any:
-    """Return `kind.from_pretrained` from a folder, the Hub, or the cache if it is unreachable.
-
-    Raises `HubError` if the Hub is unreachable and the model is not in the cache.
-    """
+    """Return `kind.from_pretrained` from a folder, the Hub, or the cache if it is unreachable."""
     from transformers import AutoModelForCausalLM
 
     check_name(name)

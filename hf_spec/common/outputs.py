@@ -55,10 +55,7 @@ class RowStats:
         return _table(_counts(self, self.accepted_length))
 
     def count(self, drafted: int, depth: int, accepted: int, gained: int) -> None:
-        """Add a round with the nodes and levels of the draft, and the accepted nodes.
-
-        `gained` are the new tokens of the row, accepted and bonus, after a stop was applied.
-        """
+        """Add a round, with the new tokens after a stop was applied."""
         self.target_forwards += 1
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
@@ -330,11 +327,7 @@ class SpecRequestOutput(GenerationOutput):
 
 
 class SpecBatchOutput(dict[str, SpecRequestOutput]):
-    """Output of `generate_batch()` with a strategy: outputs by request id, in order of the prompts.
-
-    Attributes:
-        spec_stats: counts and times of the call; `rows` in the same order.
-    """
+    """Output of `generate_batch()` with a strategy, by request id in order of the prompts."""
 
     def __init__(self, outputs: Iterable[SpecRequestOutput], spec_stats: SpecStats):
         super().__init__((output.request_id, output) for output in outputs)

@@ -77,10 +77,7 @@ class LengthPolicy:
         return self.max_draft_tokens
 
     def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor | None:
-        """Return (M,) float32 scores for `goes_on`, or None if it needs only probabilities.
-
-        They are computed on the device from (M, V) draft distributions and fetched with the tokens.
-        """
+        """Return (M,) float32 scores of (M, V) distributions for `goes_on`; None if unused."""
         return None
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:

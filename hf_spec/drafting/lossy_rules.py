@@ -20,10 +20,7 @@ from hf_spec.engine.forward.draft_tree import DraftTree
 
 
 class LongestPath(Verifier):
-    """Keep the longest accepted path and sample a bonus token after it. Lossy.
-
-    Raises `UnsupportedError` if a logits processor may keep state between calls.
-    """
+    """Keep the longest accepted path; unsupported if a processor may keep state between calls."""
 
     def __init__(self, processors: Sequence[Any], num_rows: int):
         super().__init__(processors, num_rows)

@@ -113,10 +113,7 @@ class TokenGraph:
         return UnmergedTree(self.tokens, self.parents, nodes, merged, self.probs)
 
     def unmerge(self, max_nodes: int, max_depth: int) -> UnmergedTree:
-        """Return the most probable paths as a tree of at most `max_nodes` nodes and a root.
-
-        Ties go to the path found first.
-        """
+        """Return the most probable paths as a tree; ties go to the path found first."""
         tree = UnmergedTree([self.tokens[0]], [-1], [0], [False], [1.0])
         depth = [0]
         counter = 0

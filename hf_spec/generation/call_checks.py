@@ -89,10 +89,7 @@ OTHER_MODALITIES = ("video", "audio", "input_features", "input_values")
 
 
 class Settings:
-    """Generation settings of a call by name, as `generate()` resolves them.
-
-    Precedence: the call's arguments, its `generation_config`, the model's.
-    """
+    """Settings by name as `generate()` resolves them: of the call, of its config, of the model."""
 
     def __init__(self, model: PreTrainedModel, arguments: Mapping[str, Any]):
         config = arguments.get("generation_config")

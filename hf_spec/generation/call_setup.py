@@ -149,10 +149,7 @@ POLICIES = {"constant": "static", "heuristic": "heuristic", "heuristic_transient
 def check_assisted(
     config: StrategyConfig, model: PreTrainedModel, arguments: Mapping[str, Any]
 ) -> None:
-    """Raise `OptionError` for a setting of assisted generation among the `arguments` of a call.
-
-    The message names the option that replaces it. Settings that the model stores are only logged.
-    """
+    """Raise `OptionError` for a setting of assisted generation in a call; log the model's."""
     stored = getattr(model, "generation_config", None)
     call_config = arguments.get("generation_config")
     for name in REPLACED_BY:

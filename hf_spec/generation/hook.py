@@ -250,11 +250,7 @@ def speculate(
     arguments: dict[str, Any],
     watch: Callable[[Drafter], object] = lambda drafter: None,
 ) -> Any:
-    """Run a call of `generate` with a strategy.
-
-    `arguments` has the arguments by name, including `assistant`. `watch` is called with the drafter
-    before it drafts.
-    """
+    """Run a call of `generate` with a strategy; `watch` gets the drafter before it drafts."""
     assistant = arguments.pop("assistant")
     config, settings = resolve_call(model, strategy, arguments)
     check_batching(model, config.batching)

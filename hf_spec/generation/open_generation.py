@@ -34,10 +34,7 @@ class OpenGeneration:
         self._make_drafter()
 
     def prepare(self, request_id: str, prompt: list[int], config: GenerationConfig) -> Ready:
-        """Check and prepare a prompt; `config` is updated and must not be reused.
-
-        Raises `ValueError`, such as `SpecError`, for an input or setting that is not supported.
-        """
+        """Check and prepare a prompt; `config` is updated and must not be reused."""
         strategy = getattr(config, "spec_strategy", None)
         if strategy is not None and parse_strategy(strategy) != self.config:
             raise OptionError(

@@ -181,10 +181,7 @@ def read_prompt(
     draft: PreTrainedModel,
     prompt: Prompt,
 ) -> Prompt:
-    """Return the prompt with the inputs that a draft model prepares from the call's images.
-
-    The original `generate` runs the vision tower and inserts the tokens.
-    """
+    """Return the prompt with the inputs that a draft model prepares from the call's images."""
     images = {name: arguments[name] for name in IMAGE_INPUTS if name in arguments}
     candidates = (arguments.get(name) for name in ("input_ids", "inputs"))
     rows = next((ids for ids in candidates if ids is not None), prompt.input_ids)
@@ -192,6 +189,7 @@ def read_prompt(
     config = GenerationConfig(
         max_new_tokens=1, do_sample=copies > 1, num_return_sequences=copies, pad_token_id=0
     )
+    # The original method runs the vision tower and inserts the tokens.
     model_kwargs: dict[str, Any] = generate(
         draft,
         input_ids=prompt.input_ids[::copies],

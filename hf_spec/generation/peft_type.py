@@ -25,10 +25,7 @@ from hf_spec.methods.loading import cached_adapter
 
 @dataclass
 class SpecPeftConfig(PeftConfig):
-    """Config of an adapter in PEFT; for `method`, `options` and `base` see `SpecAdapter`.
-
-    `adapter` is the one that was loaded with the config, if any.
-    """
+    """Config of an adapter in PEFT; `adapter` is the one that was loaded with it, if any."""
 
     task_type: Any = "CAUSAL_LM"
     method: str = ""

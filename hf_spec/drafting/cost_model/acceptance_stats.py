@@ -44,10 +44,7 @@ NODES_PER_LEVEL = 4
 
 
 class DecayedRates:
-    """Success rate per kind of trial; the weights of old trials decay exponentially.
-
-    `prior` is the expected rate of a kind, which counts like `weight` trials.
-    """
+    """Success rate per kind of trial, with decaying weights; a prior counts like `weight` trials."""
 
     def __init__(self, prior: Callable[..., float], weight: float, decay: float = DECAY):
         self._prior = prior
@@ -237,10 +234,7 @@ def _prior_rate(prior: tuple[float, float], kind: int | tuple[int, int]) -> floa
 
 
 class MergedTree(TokenGraph):
-    """The drafts of several drafters for one row as one tree.
-
-    `best_reach` is per node the highest reach that any of the drafters gives it.
-    """
+    """The drafts of several drafters for one row; `best_reach` is the highest of a node in any."""
 
     def __init__(self, root: int):
         super().__init__([root])

@@ -138,10 +138,7 @@ class Costs:
 
 
 class RoundTimes:
-    """Timings of rounds and acceptance rates, for one target model and set of drafters.
-
-    It may outlive the drafters and holds no reference to them. `verify` is the cost by nodes.
-    """
+    """Timings and acceptance rates of a target and set of drafters, which it does not reference."""
 
     def __init__(self) -> None:
         self._memories: dict[int, AcceptanceStats] = {}
@@ -159,12 +156,10 @@ class RoundTimes:
     def learn(
         self, nodes: float, verify_seconds: float, drafts: Mapping[str, tuple[int, float]]
     ) -> None:
-        """Record nodes and seconds of the target, and forward passes and seconds of each draft.
-
-        Drafters without forward passes are ignored: their time is negligible.
-        """
+        """Record nodes and seconds of the target, and (forward passes, seconds) of each draft."""
         self.verify.learn(nodes, verify_seconds)
         for name, (count, seconds) in drafts.items():
+            # The time of drafters without forward passes is negligible.
             if count:
                 self._curve(name).learn(count, seconds)
 

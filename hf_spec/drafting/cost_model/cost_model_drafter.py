@@ -328,7 +328,7 @@ def adapt_length(
 
 
 def can_measure(target: PreTrainedModel) -> bool:
-    """Return False if times differ among the processes of the model, which take the same steps."""
+    """Return False for a tensor parallel model, whose processes must all take the same steps."""
     return tensor_parallel_size(target) == 1
 
 

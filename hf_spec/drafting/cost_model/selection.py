@@ -53,10 +53,7 @@ class LossBudget:
         self.steps = INITIAL_STEPS
 
     def allows(self, tokens: float, seconds: float, plain_seconds: float) -> bool:
-        """Return True if the expected loss of a round fits the remaining budget.
-
-        `tokens` are those expected per row, the bonus token included.
-        """
+        """Return True if the expected loss of a round fits; `tokens` are per row, with the bonus."""
         # Configured timings may be 0.
         spent = seconds / max(plain_seconds, 1e-9)
         return spent - 1.0 <= max(self.steps, 0.0) + GAIN_SHARE * max(tokens - spent, 0.0)
@@ -119,10 +116,7 @@ def choose_nodes(
     draft_seconds: float = 0.0,
     allows: RoundFilter = allow_all,
 ) -> tuple[PlannedRound, dict[int, list[int]]]:
-    """Return the fastest round over the drafts of all rows, and its nodes per row.
-
-    `max_nodes` bounds the nodes of a row, root excluded.
-    """
+    """Return the fastest round over the drafts of all rows, and its nodes per row, without roots."""
     ranked: list[tuple[float, int, int]] = []
     for row, tree in trees.items():
         nodes = [(reach, row, node) for node, reach in enumerate(tree.best_reach)][1:]
@@ -145,10 +139,7 @@ def choose_nodes(
 def _forward_sizes(
     costs: Costs, trees: Mapping[int, MergedTree], ranked: Sequence[tuple[float, int, int]]
 ) -> Sequence[float]:
-    """Return the sizes of forward passes over the roots and the first 0, 1, 2, ... ranked nodes.
-
-    With recurrent layers, nodes above a branch count again (`Costs.branch`).
-    """
+    """Return the sizes of forward passes over the roots and the first 0, 1, 2, ... ranked nodes."""
     if not costs.branch:
         return range(len(trees), len(trees) + len(ranked) + 1)
     extended: set[tuple[int, int]] = set()
