@@ -44,7 +44,7 @@ NODES_PER_LEVEL = 4
 
 
 class DecayedRates:
-    """Success rate per kind of trial, with decaying weights; a prior counts like `weight` trials."""
+    """Success rate per kind of trial, with decaying weights; its prior weighs `weight` trials."""
 
     def __init__(self, prior: Callable[..., float], weight: float, decay: float = DECAY):
         self._prior = prior

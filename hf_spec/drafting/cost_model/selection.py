@@ -53,7 +53,7 @@ class LossBudget:
         self.steps = INITIAL_STEPS
 
     def allows(self, tokens: float, seconds: float, plain_seconds: float) -> bool:
-        """Return True if the expected loss of a round fits; `tokens` are per row, with the bonus."""
+        """Return True if the expected loss of a round fits; `tokens` are those of a row."""
         # Configured timings may be 0.
         spent = seconds / max(plain_seconds, 1e-9)
         return spent - 1.0 <= max(self.steps, 0.0) + GAIN_SHARE * max(tokens - spent, 0.0)
@@ -116,7 +116,7 @@ def choose_nodes(
     draft_seconds: float = 0.0,
     allows: RoundFilter = allow_all,
 ) -> tuple[PlannedRound, dict[int, list[int]]]:
-    """Return the fastest round over the drafts of all rows, and its nodes per row, without roots."""
+    """Return the fastest round over the drafts of all rows, and its nodes per row."""
     ranked: list[tuple[float, int, int]] = []
     for row, tree in trees.items():
         nodes = [(reach, row, node) for node, reach in enumerate(tree.best_reach)][1:]
