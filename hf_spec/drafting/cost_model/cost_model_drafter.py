@@ -122,8 +122,9 @@ class CostModelDrafter(Drafter):
             costs = self._times.costs({s.name: s.drafter.num_forwards for s in self.assistants})
         branch = recurrent_share(self._target.config.get_text_config())
         self._costs = replace(costs, branch=branch)
+        times = self._times
         for index, source in enumerate(self._sources):
-            memory = self._times and self._times.memory(index, source.prior)
+            memory = None if times is None else times.memory(index, source.prior)
             source.start(state.num_rows, memory)
         self._plain_steps = 0
         self._allows: RoundFilter = allow_all
