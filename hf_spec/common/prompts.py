@@ -28,7 +28,7 @@ OVERLAP_WORDS = 13
 
 @dataclass(frozen=True)
 class Prompt:
-    """Messages of a user (`turns`), the first of which is the prompt; earlier ones with answers."""
+    """Prompt (`turns[0]`) and later messages, after pairs of message and answer (`history`)."""
 
     id: str
     task: str
