@@ -44,7 +44,7 @@ def _drafts(
     with monkeypatch.context() as patch:
         patch.setattr(kind, "draft", draft)
         patch.setattr(kind, "supports_device_growth", way)
-        patch.setattr(level_drafter, "HostGrowth" if way else "DeviceGrowth", nothing)
+        patch.setattr(level_drafter, "Growth" if way else "DeviceGrowth", nothing)
         torch.manual_seed(0)
         run()
     return found

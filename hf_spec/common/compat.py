@@ -1,8 +1,7 @@
-"""Compatibility of the KV cache argument with several transformers releases.
+"""Names of the KV cache argument in several transformers releases.
 
-From transformers 5.24, models and `generate()` name their cache argument `cache`. Earlier releases,
-and remote code written for them, name it `past_key_values`, or `cache_params` in models without
-attention. These functions support all three names.
+From transformers 5.24, models and `generate()` name it `cache`. Earlier releases, and remote code
+written for them, name it `past_key_values`, or `cache_params` in models without attention.
 """
 
 from __future__ import annotations
@@ -30,25 +29,24 @@ CACHE_NAME = next(name for name in CACHE_NAMES if name in _FIELDS)
 
 
 def cache_parameter(function: Callable[..., Any]) -> str | None:
-    """Return the name of a function's cache parameter, None without one.
-
-    XLM has an unrelated dictionary named `cache`; it is recognized by its annotation.
-    """
+    """Return the name of a function's cache parameter, None without one."""
     parameters = inspect.signature(function).parameters
-    names = [name for name in CACHE_NAMES if name in parameters]
-    if "cache" in names and "dict" in _text(parameters["cache"].annotation):
-        names.remove("cache")
-    return next(iter(names), None)
+    for name in CACHE_NAMES:
+        # XLM has an unrelated dictionary named `cache`.
+        if name in parameters and (name != "cache" or "dict" not in _text(parameters[name])):
+            return name
+    return None
 
 
-def _text(annotation: Any) -> str:
+def _text(parameter: inspect.Parameter) -> str:
+    annotation = parameter.annotation
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def unknown_cache_parameter(function: Callable[..., Any]) -> str | None:
     """Return the name of a parameter that is annotated as a cache but is not in `CACHE_NAMES`."""
     for name, parameter in inspect.signature(function).parameters.items():
-        if name not in CACHE_NAMES and Cache.__name__ in _text(parameter.annotation):
+        if name not in CACHE_NAMES and Cache.__name__ in _text(parameter):
             return name
     return None
 
@@ -60,7 +58,7 @@ def find_cache(arguments: Mapping[str, Any]) -> Any:
 
 
 def cache_argument(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
-    """Return `cache` as keyword argument of a function; `CACHE_NAME` if it has only `**kwargs`."""
+    """Return `cache` as keyword argument of a function, which may have only `**kwargs`."""
     return {cache_parameter(function) or CACHE_NAME: cache}
 
 
@@ -76,10 +74,8 @@ def output_cache(output: Any) -> Any:
 
 
 def stored_tokens(cache: Any) -> int:
-    """Return the number of tokens in a cache.
-
-    The result is 0 without attention layers, because recurrent states do not record their length.
-    """
+    """Return the number of tokens in a cache; 0 without attention layers."""
+    # Recurrent states do not record their length.
     decoder_cache = getattr(cache, "self_attention_cache", cache)
     layers = getattr(decoder_cache, "layers", ())
     attends = any(isinstance(layer, CacheLayerMixin) for layer in layers)

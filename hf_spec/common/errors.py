@@ -1,7 +1,6 @@
-"""Errors for users.
+"""Errors for users, raised before the first forward pass.
 
-Each is a `ValueError` and is raised before the first forward pass. The message names the rejected
-value and an alternative.
+The message names the rejected value and an alternative.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ class UnsupportedError(SpecError):
 
 
 def choices(name: object, valid: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: a suggestion and the `valid` names.
-
-    `name` is the value that was passed, of any type.
-    """
+    """Return the end of an error about an unknown name: a suggestion and the `valid` names."""
     names = list(valid)
     near = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
     meant = f"did you mean {near[0]!r}? " if near else ""

@@ -18,10 +18,8 @@ from hf_spec.common.errors import OptionError
 def atomic_write(path: Path) -> Iterator[Path]:
     """Write a file or folder atomically: it appears at `path` by a rename at the end.
 
+    Yields a temporary path to write to; if the block raises, it is removed and `path` is unchanged.
     An existing file or folder is replaced. Only one process may write at a time.
-
-    Yields:
-        Temporary path to write to. If the block raises, it is removed and `path` is unchanged.
     """
     part = path.with_name(f"{path.name}.part")
     # Left by an interrupted process.
@@ -37,11 +35,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def check_regular(path: Path) -> None:
-    """Reject a device, pipe or folder, whose reading may block or never end.
-
-    Raises:
-        OptionError: if `path` exists and is not a regular file.
-    """
+    """Raise `OptionError` for a device, pipe or folder, whose reading may block or never end."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -59,11 +53,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    r"""Return the text of a UTF-8 file without byte order mark, with line ends "\\n".
-
-    Raises:
-        OptionError: if it is not a regular file, or not UTF-8.
-    """
+    r"""Return the text of a regular UTF-8 file without byte order mark, with line ends "\n"."""
     check_regular(path)
     try:
         # Text mode would treat a single "\r" as the end of a line.
@@ -73,11 +63,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Parse JSON from an untrusted file; `where` (file and line) is used in the message.
-
-    Raises:
-        OptionError: if it is not JSON, or nested too deeply.
-    """
+    """Parse untrusted JSON; an `OptionError` names `where` (file and line) it is invalid."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -90,9 +76,6 @@ def parse_json_lines(text: str, source: object) -> Iterator[tuple[int, Any]]:
     r"""Yield the number (from 1) and the value of every JSON line that is not blank.
 
     Only "\n" ends a line: JSON strings may contain other line separators, such as U+2028.
-
-    Raises:
-        OptionError: if a line is not JSON; the message names `source` and the line.
     """
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -100,11 +83,7 @@ def parse_json_lines(text: str, source: object) -> Iterator[tuple[int, Any]]:
 
 
 def write_json(path: Path, content: Any, **settings: Any) -> None:
-    """Write JSON atomically; `settings` are those of `json.dumps`.
-
-    Raises:
-        OptionError: if `path` exists and is not a regular file.
-    """
+    """Write JSON atomically to a regular file; `settings` are those of `json.dumps`."""
     check_regular(path)
     with atomic_write(path) as part:
         part.write_text(json.dumps(content, **{"indent": 1, **settings}), encoding="utf-8")
@@ -119,11 +98,8 @@ def check_new_folder(folder: Path) -> None:
 def complete_lines(path: Path, head: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the JSON lines after the first of a file that another process may be appending to.
 
-    The first line is `head`, which identifies the run. A missing file has no lines. An incomplete
-    last line is skipped.
-
-    Raises:
-        OptionError: if the file starts with another head, or a line is not a JSON object.
+    The first line is `head`, which identifies the run; another one raises `OptionError`. A missing
+    file has no lines. An incomplete last line is skipped.
     """
     check_regular(path)
     content = _complete_part(path)
@@ -149,12 +125,7 @@ def complete_lines(path: Path, head: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_head(path: Path, stored: Any, head: Mapping[str, Any]) -> None:
-    """Reject a file of another run.
-
-    Raises:
-        OptionError: if the head `stored` in the file is not `head`; the message names the values
-            that differ.
-    """
+    """Raise `OptionError` unless the head `stored` in a file is `head`; it names what differs."""
     if not isinstance(stored, dict):
         raise OptionError(f"{path} has other contents; choose another file")
     differing = sorted(k for k in {*stored, *head} if stored.get(k) != head.get(k))

@@ -1,8 +1,7 @@
 """Loading of models by name: a folder, or a repository of the Hugging Face Hub.
 
-huggingface_hub retries every file six times with growing pauses, most of a minute for an
-unreachable Hub. This module checks once before loading that the Hub is reachable. Names are checked
-without transformers, so that the command line rejects invalid ones immediately.
+huggingface_hub retries every file six times with growing pauses, so this module checks once that
+the Hub is reachable. Names are checked without importing transformers.
 """
 
 from __future__ import annotations
@@ -51,12 +50,7 @@ def reach_hub() -> None:
 
 
 def load_named(kind: Any, name: str, **arguments: Any) -> Any:
-    """Return `kind.from_pretrained` from a folder, the Hub, or the cache if it is unreachable.
-
-    Raises:
-        OptionError: if there is no folder `name` and it is not a repository id.
-        HubError: if the Hub is unreachable and the model is not in the cache.
-    """
+    """Return `kind.from_pretrained` from a folder, the Hub, or the cache if it is unreachable."""
     from transformers import AutoModelForCausalLM
 
     check_name(name)

@@ -1,7 +1,6 @@
 """Version of this package, its installation command, and detection of the `hf-spec` command.
 
-The package is not on a package index, where the name could belong to anyone. So messages never
-recommend installing it by name, but from the folder of a checkout.
+The package is not on a package index, where the name could belong to anyone.
 """
 
 from __future__ import annotations

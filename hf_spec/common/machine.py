@@ -19,10 +19,7 @@ BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Return device, processor, threads, versions, and the commit of a git checkout.
-
-    `device` is the measured one. Default: the GPU if available.
-    """
+    """Return hardware, versions and commit; by default of the GPU if there is one."""
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     facts = {
         "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
@@ -41,7 +38,6 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the model name of the processor on Linux, otherwise Python's."""
     file = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
     return model[1] if model else platform.processor() or platform.machine()
@@ -57,7 +53,7 @@ def has_bfloat16() -> bool:
 
 @cache
 def _commit() -> dict[str, Any]:
-    """Return the commit of the checkout and if files were changed; empty without a checkout."""
+    """Return the commit of the checkout and if files were changed; empty without one."""
     here = Path(__file__)
 
     def git(*arguments: str) -> str:

@@ -55,31 +55,18 @@ class RowStats:
         return _table(_counts(self, self.accepted_length))
 
     def count(self, drafted: int, depth: int, accepted: int, gained: int) -> None:
-        """Add a round.
-
-        Args:
-            drafted: nodes of the draft.
-            depth: levels of the draft.
-            accepted: accepted nodes.
-            gained: new tokens of the row, accepted and bonus, after a stop was applied.
-        """
+        """Add a round, with the new tokens after a stop was applied."""
         self.target_forwards += 1
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
         self.new_tokens += gained
-        for by_position, reached in (
-            (self.drafted_by_position, depth),
-            (self.accepted_by_position, accepted),
-        ):
-            by_position.extend([0] * (reached - len(by_position)))
-            for position in range(reached):
-                by_position[position] += 1
+        self.drafted_by_position = _add_up([self.drafted_by_position, [1] * depth])
+        self.accepted_by_position = _add_up([self.accepted_by_position, [1] * accepted])
 
     def discount(self, depths: Iterable[int]) -> None:
         """Subtract tokens that a stop removed after their round was counted.
 
-        Args:
-            depths: position of each token in its draft, from 1; 0 for a bonus token.
+        `depths` are their positions in the draft, from 1; 0 for a bonus token.
         """
         for depth in depths:
             self.new_tokens -= 1
@@ -268,7 +255,7 @@ Line = tuple[str, str, str]
 
 
 def _counts(stats: RowStats | SpecStats, accepted_length: float) -> list[Line]:
-    """Return label, value and note of the counts of a row or a call."""
+    """Return label, value and note of the counts."""
     drafted, accepted = stats.drafted_tokens, stats.accepted_tokens
     lines = [
         ("new tokens", str(stats.new_tokens), ""),
@@ -286,7 +273,6 @@ def _counts(stats: RowStats | SpecStats, accepted_length: float) -> list[Line]:
 
 
 def _table(lines: Sequence[Line]) -> str:
-    """Return lines with aligned labels and values."""
     label_len, value_len = (max(len(line[column]) for line in lines) for column in (0, 1))
     return "\n".join(
         f"{label:<{label_len}}  {value:>{value_len}}  {note}".rstrip()
@@ -341,11 +327,7 @@ class SpecRequestOutput(GenerationOutput):
 
 
 class SpecBatchOutput(dict[str, SpecRequestOutput]):
-    """Output of `generate_batch()` with a strategy: outputs by request id, in order of the prompts.
-
-    Attributes:
-        spec_stats: counts and times of the call; `rows` in the same order.
-    """
+    """Output of `generate_batch()` with a strategy, by request id in order of the prompts."""
 
     def __init__(self, outputs: Iterable[SpecRequestOutput], spec_stats: SpecStats):
         super().__init__((output.request_id, output) for output in outputs)

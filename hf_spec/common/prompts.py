@@ -28,10 +28,7 @@ OVERLAP_WORDS = 13
 
 @dataclass(frozen=True)
 class Prompt:
-    """Messages of a user (`turns`), of which the first is the prompt.
-
-    `history` has earlier pairs of message and answer.
-    """
+    """Prompt (`turns[0]`) and later messages, after pairs of message and answer (`history`)."""
 
     id: str
     task: str
@@ -69,9 +66,6 @@ def load_prompts(
     A `.jsonl` or `.json` file has JSON lines with `turns` and optionally `id` and `task`. Any other
     file is text with a prompt per non-empty line, or with `whole` a single prompt. Default: the 60
     prompts of six tasks in this package.
-
-    Raises:
-        OptionError: if there are no prompts, or a line is invalid.
     """
     source = path or resources.files("hf_spec.common") / "spec_prompts.jsonl"
     text = source.read_text(encoding="utf-8") if path is None else read_text(path)
@@ -134,9 +128,6 @@ def as_conversations(
 
     The turns of a prompt with several get the ids "id/1", "id/2" and so on. `answer` returns the
     model's answer to the first turn of a prompt.
-
-    Raises:
-        UnsupportedError: if a prompt has several turns and the tokenizer has no chat template.
     """
     conversations: list[Prompt] = []
     for prompt in prompts:

@@ -1,7 +1,7 @@
 """Settings: dataclasses that define the default, bounds and help of every option.
 
-Values are checked against the field types. Command line options are built from the same types, the
-defaults, and the `Attributes` of the docstring (`hf_spec.cli.options`).
+Command line options are built from the field types, the defaults, and the `Attributes` of the
+docstring (`hf_spec.cli.options`).
 """
 
 # `--help` must not import torch. So modules with settings import neither torch nor transformers.
@@ -50,13 +50,9 @@ class Setting:
     """Field of a settings class.
 
     Attributes:
-        name: field name.
-        option: command line option with underscores, or None.
-        off: negated option of a switch, or None.
+        option, off: command line option with underscores, and the negated one of a switch.
         kind: type of the value, or of the elements of a tuple.
-        help: text from the docstring.
         choices: allowed values, empty for any.
-        bounds: bounds of a number.
         repeated: the value is a tuple.
         optional: the value may be None.
     """

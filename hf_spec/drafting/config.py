@@ -166,11 +166,7 @@ class PolicyConfig(StrategyConfig):
         return getattr(self, "max_nodes", None) == AUTO
 
     def resolve(self, measures: bool) -> Self:
-        """Return the config with length policy and sizes filled in.
-
-        Args:
-            measures: False if decisions must not depend on measured times.
-        """
+        """Return the config with policy and sizes filled in, by measured times if `measures`."""
         adaptive = measures and self.leaves_sizes_open
         policy = self.length_policy or (MEASURED if adaptive else "static")
         sizes: dict[str, Any] = dict(self.longest if policy == MEASURED else self.usual)

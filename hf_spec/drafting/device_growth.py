@@ -1,18 +1,15 @@
 """Growth of drafts on the device, without synchronizing between passes.
 
-If no length policy decides after each pass, the host does not need the drafted tokens before the
-last pass. All passes are queued, their tokens are fetched in one transfer, and the drafts are
-rebuilt from them node by node (`replay_into`).
-
-The host has to know the shape of what it queues. So each pass runs the largest number of nodes per
-row that it can have; rows with fewer are padded, and padding gets no children. A chain is the tree
-with one node per level. The parents of the nodes follow from that shape, or the device chooses the
-nodes and computes what each of them sees.
+If no length policy decides after each pass, all passes are queued, their tokens are fetched in one
+transfer, and the drafts are rebuilt from them node by node. The host has to know the shape of what
+it queues. So each pass runs the largest number of nodes per row that it can have; rows with fewer
+are padded, and padding gets no children. The parents of the nodes follow from that shape, or the
+device chooses the nodes and computes what each of them sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,13 +44,7 @@ class PassPlan:
 
 
 class PassPlans:
-    """The plans of drafts of one shape.
-
-    Args:
-        shape: the shape.
-        ends: tokens that nothing follows.
-        device: the device that chooses the nodes.
-    """
+    """The plans of drafts of one shape, for the `device` that chooses the nodes."""
 
     def __init__(self, shape: TreeShape, ends: Sequence[int], device: torch.device):
         self.shape = shape
@@ -142,9 +133,6 @@ class QueuedPass:
     """A pass over w nodes of each of A rows, on the device.
 
     Attributes:
-        rows: the rows.
-        depth: depth of the nodes.
-        plan: its plan.
         chosen: (A, w) int64, the entries of the pass before that were chosen to run; None where
             the plan has `picks`.
         tokens, chances: (A, w, levels, ranks), see `NextTokens`.
@@ -152,7 +140,6 @@ class QueuedPass:
     """
 
     rows: list[int]
-    depth: int
     plan: PassPlan
     chosen: Tensor | None
     tokens: Tensor
@@ -169,14 +156,8 @@ class DeviceGrowth(Growth):
             nodes, only the depths that follow from it are right.
     """
 
-    def __init__(
-        self,
-        drafts: Mapping[int, RowGrowth],
-        limits: Mapping[int, int],
-        ends: Callable[[int], bool],
-        plans: PassPlans,
-    ):
-        super().__init__(drafts, limits, ends)
+    def __init__(self, drafts: Mapping[int, RowGrowth], plans: PassPlans):
+        super().__init__(drafts)
         self.pass_parents = [-1]
         self._plans = plans
         self._plan = [PassPlan(1, [0])]
@@ -228,6 +209,10 @@ class DeviceGrowth(Growth):
         """See `Growth`."""
         return self._width
 
+    def node_depths(self) -> list[int]:
+        """See `Growth`."""
+        return [self.depth] * len(self.owners)
+
     def expanded_subtree(self, row: int) -> tuple[list[int], list[int]]:
         """See `Growth`."""
         return [self._drafts[row].graph.tokens[0]] * len(self.pass_parents), self.pass_parents
@@ -237,19 +222,18 @@ class DeviceGrowth(Growth):
         _, levels, num_ranks = following.tokens.shape
         shape = len(self.rows), self._width, levels, num_ranks
         if not self._queued:
-            self._plan = self._plans.of(num_ranks, max(self._limits.values()))
+            deepest = max(draft.max_levels for draft in self._drafts.values())
+            self._plan = self._plans.of(num_ranks, deepest)
         pair = following.tokens.view(shape), following.chances.view(shape)
         plan = self._plan[len(self._queued)]
-        self._queued.append(
-            QueuedPass(self.rows, self.depth, plan, self._chosen, *pair, following.probs)
-        )
+        self._queued.append(QueuedPass(self.rows, plan, self._chosen, *pair, following.probs))
         self.depth += levels
 
     def next_rows(self) -> list[int]:
         """See `Growth`."""
         if len(self._queued) == len(self._plan):
             return []
-        return [row for row in self.rows if self._limits[row] > self.depth]
+        return [row for row in self.rows if self._drafts[row].max_levels > self.depth]
 
     def advance(self, rows: Sequence[int]) -> None:
         """See `Growth`; the device chooses the nodes."""
@@ -277,13 +261,17 @@ class DeviceGrowth(Growth):
             tokens, chances = next(lists), next(lists)
             picked: list[list[int]] = [] if queued.chosen is None else next(lists)
             for place, row in enumerate(queued.rows):
-                drawn_from = None
+                draft, drawn_from = self._drafts[row], None
                 if queued.probs is not None:
                     drawn_from = queued.probs.view(len(queued.rows), queued.plan.width, -1)[place]
-                row_lists = NextLists(tokens[place], chances[place], drawn_from)
                 picks = picked[place] if picked else queued.plan.picks or []
-                max_levels = self._limits[row] - queued.depth
-                replay_into(self._drafts[row], picks, row_lists, self._ends, max_levels)
+                nodes = self._nodes[row]
+                # The pass over the root began with the growth.
+                if draft.levels:
+                    # A whole tree expands all of its frontier.
+                    ran = None if draft.shape.whole else [draft.last_level[pick] for pick in picks]
+                    nodes = draft.begin_pass(ran)
+                draft.add_levels(nodes, NextLists(tokens[place], chances[place], drawn_from))
         self._queued = []
 
     @property
@@ -329,27 +317,6 @@ class DeviceGrowth(Growth):
         return reach.flatten(1)
 
 
-def replay_into(
-    draft: RowGrowth,
-    picks: Sequence[int],
-    lists: NextLists,
-    ends: Callable[[int], bool],
-    max_levels: int,
-) -> None:
-    """Add a pass that ran on the device to a draft on the host, as if it had grown there.
-
-    Args:
-        draft: the draft.
-        picks: the entries of the pass before that ran, see `PassPlan`.
-        lists: what follows them.
-        ends: True for tokens that end a sequence.
-        max_levels: levels to add at most.
-    """
-    # A whole tree expands all of its frontier.
-    ran = None if draft.shape.whole else [draft.last_level[pick] for pick in picks]
-    draft.add_levels(draft.begin_pass(ran), lists, ends, max_levels)
-
-
 def _picked(values: Tensor, index: Tensor | None) -> Tensor:
     return values if index is None else values.gather(1, index)
 
@@ -357,7 +324,6 @@ def _picked(values: Tensor, index: Tensor | None) -> Tensor:
 def _with_parents_bits(
     bits: Tensor | None, index: Tensor | None, own_bits: Tensor, num_ranks: int
 ) -> Tensor:
-    """Return (A, width, bytes) bits: those of the parents, and the nodes' own."""
     if bits is None:
         return own_bits
     if index is None:

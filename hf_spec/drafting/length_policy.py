@@ -27,12 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError, choices
-from hf_spec.drafting.cost_model.acceptance_stats import (
-    PRIOR_WEIGHT,
-    PROBABILITY_BINS,
-    DecayedRates,
-    level_rates,
-)
+from hf_spec.drafting.cost_model.acceptance_stats import AcceptanceStats, probability_bin
 from hf_spec.engine.forward.draft_tree import Verdict
 
 # The policy of the cost model, and the policy that needs a confidence head.
@@ -45,12 +40,9 @@ class DraftedToken:
     """The last draft token of a row; in a tree, the end of the most probable path.
 
     Attributes:
-        row: the row of the batch.
-        token: the token id.
         position: 0 for the first generated token.
         probability: the draft model's probability after the token's own prefix.
-        score: the value of `LengthPolicy.score` for its distribution, or the prediction of the
-            drafter's confidence head.
+        score: that of `LengthPolicy.score`, or the prediction of the drafter's confidence head.
         reach: the drafter's probability that the target's path runs through the nodes that the row
             would expand next, all of them together.
     """
@@ -85,11 +77,7 @@ class LengthPolicy:
         return self.max_draft_tokens
 
     def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor | None:
-        """Return (M,) float32 scores for `goes_on`, or None if it needs only probabilities.
-
-        They are computed on the device from (M, V) draft distributions and fetched with the tokens;
-        for `positions` see `DraftedToken`.
-        """
+        """Return (M,) float32 scores of (M, V) distributions for `goes_on`; None if unused."""
         return None
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
@@ -146,22 +134,12 @@ class ConfidencePolicy(LengthPolicy):
 
 
 @dataclass
-class HeadPolicy(LengthPolicy):
-    """Stop after a token whose acceptance probability is below the threshold.
-
-    The drafter's confidence head predicts it.
-    """
-
-    threshold: float = 0.4
+class HeadPolicy(ConfidencePolicy):
+    """The same for the acceptance probability that the drafter's confidence head predicts."""
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
         """Compare acceptance probabilities with the threshold."""
         return [token.score >= self.threshold for token in newest]
-
-
-def no_cost(level: int) -> float:
-    """Return 0: the cost of another level where it is unknown."""
-    return 0.0
 
 
 class MeasuredPolicy(LengthPolicy):
@@ -172,23 +150,21 @@ class MeasuredPolicy(LengthPolicy):
     times the rate at which one level follows another.
 
     Attributes:
-        level_cost: number of drafted levels -> cost of another one in tokens, at the current rate.
+        level_cost: number of drafted levels -> cost of another one in tokens, at the current rate;
+            None where it is unknown.
     """
 
-    def __init__(self, max_draft_tokens: int):
-        super().__init__(max_draft_tokens)
-        self.level_cost: Callable[[int], float] = no_cost
+    level_cost: Callable[[int], float] | None = None
 
     def start(self, num_rows: int) -> None:
         """Reset the rates of all rows."""
-        # Acceptance rates by reach in tenths, and of any next level after an accepted one.
-        self._reach_rates = [_reach_rates() for _ in range(num_rows)]
-        self._next_level_rates = [level_rates() for _ in range(num_rows)]
+        # Of levels by their reach in tenths, and of any next level after an accepted one.
+        self._stats = [AcceptanceStats.from_prior() for _ in range(num_rows)]
         self._reach: list[list[float]] = [[] for _ in range(num_rows)]
 
     def restart(self, row: int) -> None:
         """Reset the rates of one row."""
-        self._reach_rates[row], self._next_level_rates[row] = _reach_rates(), level_rates()
+        self._stats[row] = AcceptanceStats.from_prior()
 
     def limit(self, row: int) -> int:
         """Return the maximum and begin a new draft."""
@@ -200,9 +176,10 @@ class MeasuredPolicy(LengthPolicy):
         pays = []
         for token in newest:
             self._reach[token.row].append(token.reach)
-            gain = self._reach_rates[token.row].rate(_tenth(token.reach))
-            gain *= self._next_level_rates[token.row].rate(None)
-            pays.append(gain > self.level_cost(len(self._reach[token.row])))
+            stats = self._stats[token.row]
+            gain = stats.nodes.rate(probability_bin(token.reach)) * stats.levels.rate(None)
+            cost = self.level_cost(len(self._reach[token.row])) if self.level_cost else 0.0
+            pays.append(gain > cost)
         return pays
 
     def learn(self, row: int, drafted: int, accepted: int, gained: int) -> None:
@@ -213,22 +190,12 @@ class MeasuredPolicy(LengthPolicy):
         for level, reach in enumerate(self._reach[row], start=1):
             if level > gained and accepted == gained:
                 break
-            self._reach_rates[row].count(_tenth(reach), level <= accepted)
+            self._stats[row].nodes.count(probability_bin(reach), level <= accepted)
         for level in range(1, min(drafted, gained, accepted + 1) + 1):
-            self._next_level_rates[row].count(None, level <= accepted)
+            self._stats[row].levels.count(None, level <= accepted)
 
 
-def _reach_rates() -> DecayedRates:
-    return DecayedRates(lambda tenth: (tenth + 0.5) / PROBABILITY_BINS, PRIOR_WEIGHT)
-
-
-def _tenth(probability: float) -> int:
-    # A distribution in which the processors leave no token has NaN probabilities.
-    if not probability > 0:
-        return 0
-    return min(int(probability * PROBABILITY_BINS), PROBABILITY_BINS - 1)
-
-
+# From a strategy config and the target model.
 MakePolicy = Callable[[Any, PreTrainedModel], LengthPolicy]
 
 _MAKERS: dict[str, MakePolicy] = {
@@ -243,7 +210,7 @@ _MAKERS: dict[str, MakePolicy] = {
 
 
 def register_policy(name: str, maker: MakePolicy) -> None:
-    """Register `length_policy=name`; `maker` gets the strategy config and the target model."""
+    """Register `length_policy=name`."""
     if name in _MAKERS:
         raise ValueError(f"length_policy {name!r} is already registered")
     _MAKERS[name] = maker
@@ -261,6 +228,6 @@ def check_policy(name: object) -> None:
 
 
 def make_policy(options: Any, target: PreTrainedModel) -> LengthPolicy:
-    """Return a new policy as configured in `options`, a strategy config."""
+    """Return a new policy as configured."""
     check_policy(options.length_policy)
     return _MAKERS[options.length_policy](options, target)

@@ -1,12 +1,10 @@
 """Drafts grown level by level: a chain, a tree or a graph of tokens per row.
 
-A drafter returns the probabilities of the next tokens; `LevelDrafter` chooses the nodes to expand,
-stops where a length policy does, and chooses the nodes to send. Chains follow Leviathan et al. 2023
-(arXiv 2211.17192); trees keep the most probable paths (as in Miao et al. 2024, arXiv 2305.09781).
-With as many children per node as nodes per level this is the dynamic tree of EAGLE-2 (Li et al.
-2024, arXiv 2406.16858, section 4): the w most probable paths are expanded, and the most probable of
-all drafted nodes are sent. With merging, repeated runs of tokens are drafted once
-(`hf_spec.drafting.token_graph`).
+Chains follow Leviathan et al. 2023 (arXiv 2211.17192); trees keep the most probable paths (as in
+Miao et al. 2024, arXiv 2305.09781). With as many children per node as nodes per level this is the
+dynamic tree of EAGLE-2 (Li et al. 2024, arXiv 2406.16858, section 4): the w most probable paths are
+expanded, and the most probable of all drafted nodes are sent. With merging, repeated runs of tokens
+are drafted once (`hf_spec.drafting.token_graph`).
 
 If the target samples, a chain is sampled, too. Residual rejection verifies it, which accepts a
 token with probability 1 - TV(draft, target). A tree takes the top tokens and is verified by node
@@ -29,7 +27,7 @@ from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.device_growth import DeviceGrowth, PassPlans
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.drafting.token_graph import TokenGraph, UnmergedTree
-from hf_spec.drafting.tree_growth import Growth, HostGrowth, NextTokens, RowGrowth, TreeShape
+from hf_spec.drafting.tree_growth import Growth, NextTokens, RowGrowth, TreeShape
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import NodeProcessors
@@ -75,7 +73,7 @@ class LevelConfig(PolicyConfig):
 
     @property
     def sampling_rule(self) -> type[Verifier] | None:
-        """The verifier of drafts when the target samples; None for the exact one."""
+        """The verifier when the target samples; None for the exact one."""
         return None
 
 
@@ -123,11 +121,6 @@ class LevelDrafter(Drafter):
 
     Subclasses implement `probabilities`, or `next_tokens` if a pass predicts several levels.
 
-    Args:
-        config: its options.
-        policy: the length policy.
-        shape: bounds of the drafts; by default those of `config`.
-
     Attributes:
         counters: "draft_nodes", drafted nodes, sent or not; "merges", edges made instead of nodes;
             "rounds", one per row and draft; "rounds_with_merged_accepted", rounds whose accepted
@@ -158,10 +151,7 @@ class LevelDrafter(Drafter):
         self.expanded_nodes: dict[int, list[int]] = {}
 
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
-        """Return the (M, R) float32 distributions after the M nodes of `growth`.
-
-        R counts the tokens of `draft_vocab_ids`.
-        """
+        """Return the (M, R) float32 distributions over `draft_vocab_ids` after the M nodes."""
         raise NotImplementedError
 
     @property
@@ -233,21 +223,24 @@ class LevelDrafter(Drafter):
         """Return one tree per unfinished row, from one pass per level over all rows."""
         drafts = {
             row: RowGrowth(
-                TokenGraph(state.tokens[row], self.shape.merge_length), self.shape, self.samples
+                TokenGraph(state.tokens[row], self.shape.merge_length),
+                self.shape,
+                state.stop.ends_sequence,
+                min(self.policy.limit(row), limit),
+                self.samples,
             )
-            for row in limits
+            for row, limit in limits.items()
         }
         self.expanded_nodes = {row: draft.expanded_nodes for row, draft in drafts.items()}
-        levels = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
-        levels = {row: count for row, count in levels.items() if count > 0}
-        if levels:
-            self._grow(state, drafts, levels)
+        if growing := {row: draft for row, draft in drafts.items() if draft.max_levels > 0}:
+            self._grow(state, growing)
         self._sent = {row: self.choose_nodes(drafts[row], limits[row]) for row in drafts}
         self.graphs = {row: draft.graph for row, draft in drafts.items()}
+        graphs = self.graphs.values()
         added = {
-            "rounds": len(self.graphs),
-            "draft_nodes": sum(len(graph) - 1 for graph in self.graphs.values()),
-            "merges": sum(graph.num_merges for graph in self.graphs.values()),
+            "rounds": len(graphs),
+            "draft_nodes": sum(len(graph) - 1 for graph in graphs),
+            "merges": sum(graph.num_merges for graph in graphs),
         }
         self.counters = {n: count + added.get(n, 0) for n, count in self.counters.items()}
         distributions = [
@@ -282,17 +275,9 @@ class LevelDrafter(Drafter):
             self.policy.observe(row, verdict.tree.height(row), len(path))
         return nodes
 
-    def _grow(
-        self, state: GenerationState, drafts: Mapping[int, RowGrowth], levels: Mapping[int, int]
-    ) -> None:
-        """Run passes until no row grows on."""
-        ends = state.stop.ends_sequence
-        on_device = self._fits_device_growth(max(levels.values()))
-        growth: Growth = (
-            DeviceGrowth(drafts, levels, ends, self._plans)
-            if on_device
-            else HostGrowth(drafts, levels, ends)
-        )
+    def _grow(self, state: GenerationState, drafts: Mapping[int, RowGrowth]) -> None:
+        on_device = self._fits_device_growth(max(draft.max_levels for draft in drafts.values()))
+        growth = DeviceGrowth(drafts, self._plans) if on_device else Growth(drafts)
         while growth.rows:
             growth.add(self.next_tokens(state, growth))
             rows = growth.next_rows()
@@ -303,7 +288,7 @@ class LevelDrafter(Drafter):
         growth.finish()
 
     def _fits_device_growth(self, depth: int) -> bool:
-        """Return True if drafts of that depth can grow without fetching any tokens in between."""
+        """Return True if drafts can grow without fetching any tokens in between."""
         # The number of drawn siblings that are sent depends on what was drawn before.
         drawn_tree = self.samples and self.shape.children > 1
         if self.policy_stops or drawn_tree or self.processors.reads_prefix:
@@ -320,7 +305,7 @@ class LevelDrafter(Drafter):
 
 
 def newest_token(row: int, draft: RowGrowth, generated: int) -> DraftedToken:
-    """Return what a length policy reads of a row that has generated `generated` tokens."""
+    """Return what a length policy reads of a row."""
     graph = draft.graph
     best = max(draft.frontier, key=lambda node: graph.reach[node])
     parent, chance = draft.merged.get(best, (graph.parents[best], graph.probs[best]))
@@ -335,7 +320,7 @@ def newest_token(row: int, draft: RowGrowth, generated: int) -> DraftedToken:
 
 
 def stacked(distributions: Sequence[Tensor | None]) -> Tensor | None:
-    """Return (N, V) distributions, zeros where there is none; None if there are no others."""
+    """Return (N, V) distributions, zeros where there is none; None without any."""
     first = next((probs for probs in distributions if probs is not None), None)
     if first is None:
         return None

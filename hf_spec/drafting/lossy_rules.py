@@ -1,8 +1,7 @@
-"""Two published sampling rules that change the output distribution.
+"""Two published sampling rules that change the output distribution, for the option `lossy`.
 
 Both decide for many branches at once which nodes are accepted, keep the longest accepted path and
-sample a fresh bonus token after it. They differ in which nodes they accept. Strategies offer them
-as the option `lossy`; the default `NodeDraw` is exact.
+sample a fresh bonus token after it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ from hf_spec.engine.forward.draft_tree import DraftTree
 
 
 class LongestPath(Verifier):
-    """Keep the longest accepted path and sample a bonus token after it. Lossy.
-
-    Raises:
-        UnsupportedError: if a logits processor may keep state between calls.
-    """
+    """Keep the longest accepted path; unsupported if a processor may keep state between calls."""
 
     def __init__(self, processors: Sequence[Any], num_rows: int):
         super().__init__(processors, num_rows)
@@ -43,7 +38,6 @@ class LongestPath(Verifier):
         """Return nodes whose whole path is accepted, including the roots of unfinished rows."""
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
-        """Find the longest accepted path of every row."""
         accepted = self._accept(tree, walk)
         self._next = {}
         for row in walk.state.unfinished:
@@ -116,7 +110,6 @@ class IndependentAcceptance(LongestPath):
     """
 
     def _accept(self, tree: DraftTree, walk: Walk) -> set[int]:
-        """See `LongestPath`; works level by level."""
         level = [(row, tree.row_start[row]) for row in walk.state.unfinished]
         paths: dict[int, list[int]] = {root: [] for _, root in level}
         while level := [(row, node) for row, node in level if tree.children[node]]:

@@ -1,8 +1,7 @@
 """Drafts from heads that read the target's hidden states once and predict several levels.
 
 The predictions of a level may depend on the tokens drafted before (`Proposals`). The draft grows
-level by level like others: a chain, the most probable paths, or a tree of ranks, drawn at random or
-not, with any length policy.
+level by level like others, with any length policy.
 """
 
 from __future__ import annotations
@@ -67,12 +66,7 @@ class FixedProposals(Proposals):
 
 
 class ProposalRunner(Protocol):
-    """Runs a head, and stores what it needs of each row.
-
-    Attributes:
-        forwards: passes of the head so far.
-        device: the head's.
-    """
+    """Runs a head on `device`, and stores what it needs of each row."""
 
     forwards: int
     device: torch.device
@@ -89,9 +83,8 @@ class ProposalRunner(Protocol):
     def learn(self, spans: Mapping[int, tuple[int, int]], states: Sequence[Tensor]) -> None:
         """Store the hidden states of committed tokens; the newest of each row has none yet.
 
-        Args:
-            spans: row -> position of the first of its T tokens, and T.
-            states: per layer of `hidden_layers` the (sum of T, H) states, row after row.
+        `spans` maps a row to the position of the first of its T tokens, and T; `states` has one
+        (sum of T, H) tensor per layer of `hidden_layers`, row after row.
         """
 
     def propose(self, roots: Mapping[int, int], depth: int) -> Proposals:
@@ -99,33 +92,21 @@ class ProposalRunner(Protocol):
 
 
 class ProposalHead(Protocol):
-    """A head as its drafter uses it.
-
-    Attributes:
-        hidden_layers: indices of the hidden states that it reads.
-        num_levels: most tokens that it predicts in a row.
-    """
+    """Head that reads `hidden_layers` and predicts at most `num_levels` tokens in a row."""
 
     hidden_layers: tuple[int, ...]
     num_levels: int
 
     @property
     def timing_key(self) -> Hashable:
-        """Key of measured times."""
+        """See `Drafter`."""
 
     def num_forwards(self, depth: int) -> int:
-        """Return the passes that a draft of `depth` levels takes."""
+        """See `Drafter`."""
 
 
 class ProposalDrafter(LevelDrafter):
-    """Grows a chain or a tree per row from the `Proposals` of a head.
-
-    Args:
-        config: its options.
-        head: the head.
-        make_runner: returns what runs the head for the rows of a generation.
-        policy: the length policy.
-    """
+    """Grows a chain or a tree per row from the `Proposals` of a head."""
 
     # From `start` on.
     _runner: ProposalRunner
@@ -151,11 +132,11 @@ class ProposalDrafter(LevelDrafter):
 
     @property
     def timing_key(self) -> Hashable:
-        """The head."""
+        """That of the head."""
         return self.head.timing_key
 
     def num_forwards(self, depth: int) -> int:
-        """See `ProposalHead`."""
+        """See `Drafter`."""
         return self.head.num_forwards(depth)
 
     def start(self, state: GenerationState) -> None:

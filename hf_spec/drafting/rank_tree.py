@@ -65,11 +65,6 @@ class RankTree:
         return len(self.paths)
 
     @cached_property
-    def depths(self) -> list[int]:
-        """Depth of each node, 1 for a child of the root."""
-        return [len(path) for path in self.paths]
-
-    @cached_property
     def node_index(self) -> dict[Path, int]:
         """Path -> index of its node."""
         return {path: index for index, path in enumerate(self.paths)}
@@ -110,9 +105,9 @@ def best_tree(
     """Return the tree with the most expected tokens per unit of cost.
 
     A round yields one token plus, per node, the share of rounds in which its whole path is
-    accepted. For a fixed number of nodes and forward passes the cost is fixed, so taking the nodes
-    with the largest shares is optimal. The result is a tree, because no node has a larger share
-    than its parent. The function tries every number of nodes and forward passes.
+    `accepted`. For a fixed number of nodes and forward passes the cost is fixed, so taking the
+    nodes with the largest shares is optimal; the function tries every number of both. The result
+    is a tree, because no node has a larger share than its parent.
 
     Args:
         accepted: path -> share of rounds in which it is accepted.
@@ -151,14 +146,10 @@ def _order(path: Path) -> tuple[int, Path]:
 
 @dataclass(frozen=True)
 class PublishedTree:
-    """Tree from a paper or its released code, from `trees.json`.
+    """Tree from a paper or its released code, for a drafter of `block_size` tokens at once.
 
-    The file lists each tree level by level: "0010" is the path (0, 0, 1, 0), and "00{3-5}" are the
-    three paths (0, 0, 3) to (0, 0, 5). Names begin with the method, for example "falcon-vicuna".
-
-    Attributes:
-        block_size: k, the number of tokens that the drafter predicts at once.
-        tree: the tree.
+    `trees.json` lists each tree level by level: "0010" is the path (0, 0, 1, 0), and "00{3-5}" are
+    the paths (0, 0, 3) to (0, 0, 5). Names begin with the method, for example "falcon-vicuna".
     """
 
     block_size: int
@@ -171,7 +162,7 @@ def published_trees(method: str) -> Mapping[str, PublishedTree]:
 
 
 def checked_tree(tree: Any, method: str, others: Sequence[str] = ()) -> Any:
-    """Return the option `tree`, validated: a name, or rank paths, which are sorted.
+    """Return the option `tree`, validated: rank paths, which are sorted, or a name.
 
     Names are those of the method's published trees and `others`. Anything else raises
     `OptionError`.

@@ -72,11 +72,7 @@ class TokenGraph:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, probability: float) -> int | None:
-        """Draft `token` as a new child of `parent`, or merge it into an existing node.
-
-        Returns:
-            The new node; None after a merge.
-        """
+        """Draft `token` below `parent`; return its node, None if it was merged into another."""
         run = None
         if self.merge_length is not None:
             run = (*self._tail(parent, self.merge_length), token)
@@ -117,10 +113,7 @@ class TokenGraph:
         return UnmergedTree(self.tokens, self.parents, nodes, merged, self.probs)
 
     def unmerge(self, max_nodes: int, max_depth: int) -> UnmergedTree:
-        """Return the most probable paths as a tree of at most `max_nodes` nodes and a root.
-
-        Ties go to the path found first.
-        """
+        """Return the most probable paths as a tree; ties go to the path found first."""
         tree = UnmergedTree([self.tokens[0]], [-1], [0], [False], [1.0])
         depth = [0]
         counter = 0
@@ -144,7 +137,6 @@ class TokenGraph:
             depth.append(depth[above] + 1)
 
     def _tail(self, node: int, length: int) -> tuple[int, ...]:
-        """Return the last `length` tokens up to `node`, committed ones included."""
         tokens: list[int] = []
         while node >= 0 and len(tokens) < length:
             tokens.append(self.tokens[node])

@@ -1,16 +1,14 @@
 """Drafts under construction.
 
-`Growth` is what a drafter sees of the drafts of a batch: the nodes of the next pass. `HostGrowth`
-chooses these on the host after every pass; `hf_spec.drafting.device_growth.DeviceGrowth` chooses
-them on the device. Both add the drafted tokens to one `RowGrowth` per row, so both build the same
-drafts.
+`Growth` is what a drafter sees of the drafts of a batch: the nodes of the next pass, which are
+chosen on the host after every pass. `hf_spec.drafting.device_growth.DeviceGrowth` chooses them on
+the device. Both add the drafted tokens to one `RowGrowth` per row, so both build the same drafts.
 """
 
 from __future__ import annotations
 
 import heapq
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -65,7 +63,7 @@ class NextTokens:
         tokens: (M, levels, ranks) int64, most probable or first drawn first.
         chances: (M, levels, ranks) draft probabilities.
         probs: (M, R) distributions that the tokens were drawn from; None for top tokens.
-        scores: (M, levels), the length policy's scores of the distributions; None without any.
+        scores: (M, levels), the length policy's scores of the distributions.
     """
 
     tokens: Tensor
@@ -90,8 +88,9 @@ class RowGrowth:
 
     Attributes:
         graph: the drafted tokens.
-        shape: bounds of the draft.
+        ends: True for tokens that end a sequence.
         drawn: True if its tokens are drawn at random.
+        levels: number of levels so far.
         frontier: the nodes to expand next, in order.
         expanded_nodes: the nodes that passes have run, in that order, the root first; -1 for
             padding.
@@ -105,7 +104,10 @@ class RowGrowth:
 
     graph: TokenGraph
     shape: TreeShape
+    ends: Callable[[int], bool]
+    max_levels: int = sys.maxsize
     drawn: bool = False
+    levels: int = 0
     # A dict as an ordered set: wide drafts look up thousands of nodes here.
     frontier: dict[int, None] = field(default_factory=lambda: {0: None})
     expanded_nodes: list[int] = field(default_factory=list)
@@ -118,8 +120,7 @@ class RowGrowth:
     def begin_pass(self, nodes: Sequence[int | None] | None = None) -> list[int]:
         """Return the nodes of the next pass, by default the frontier, which is emptied.
 
-        Args:
-            nodes: nodes that a device has run; those outside the frontier count as padding.
+        Of `nodes` that a device has run, those outside the frontier count as padding.
         """
         running = list(self.frontier)
         if nodes is not None:
@@ -128,23 +129,12 @@ class RowGrowth:
         self._begin_level(running)
         return running
 
-    def add_levels(
-        self,
-        nodes: Sequence[int],
-        lists: NextLists,
-        ends: Callable[[int], bool],
-        max_levels: int = sys.maxsize,
-    ) -> None:
-        """Add what follows the `nodes` of a pass, level by level; nothing follows -1.
-
-        Args:
-            nodes: from `begin_pass`.
-            lists: their next tokens.
-            ends: True for tokens that end a sequence.
-            max_levels: levels to add at most.
-        """
+    def add_levels(self, nodes: Sequence[int], lists: NextLists) -> None:
+        """Add what follows the `nodes` of `begin_pass`, level by level; nothing follows -1."""
         places = list(range(len(nodes)))
-        for level in range(min(len(lists.tokens[0]), max_levels)):
+        num_levels = min(len(lists.tokens[0]), self.max_levels - self.levels)
+        self.levels += num_levels
+        for level in range(num_levels):
             if level:
                 place_of = dict(zip(nodes, places, strict=True))
                 nodes = list(self.frontier)
@@ -159,10 +149,10 @@ class RowGrowth:
                     self.scores[node] = lists.scores[place][level]
                 if lists.probs is not None:
                     self.distributions[node] = lists.probs[place]
-                self.last_level += self.add_children(node, tokens, chances)
-            self.narrow(ends)
+                self.last_level += self._add_children(node, tokens, chances)
+            self._narrow()
 
-    def add_children(
+    def _add_children(
         self, node: int, tokens: Sequence[int], chances: Sequence[float]
     ) -> list[int | None]:
         """Add the children of a node; return per token the new node, None if it was dropped."""
@@ -177,14 +167,14 @@ class RowGrowth:
             for token, chance in zip(tokens, chances, strict=True)
         ]
 
-    def narrow(self, ends: Callable[[int], bool]) -> None:
+    def _narrow(self) -> None:
         """Keep the most probable nodes of the frontier; nothing follows a token that `ends`."""
         if self.shape.whole:
             return
         graph, reach = self.graph, self.graph.reach
         if len(graph) > self.shape.max_draft_nodes:
             self.frontier = {}
-        alive = [node for node in self.frontier if not ends(graph.tokens[node])]
+        alive = [node for node in self.frontier if not self.ends(graph.tokens[node])]
         most = len(alive) if self.shape.tree else self.shape.expanded_per_level
         best = heapq.nsmallest(most, alive, key=lambda node: -reach[node])
         self.frontier = dict.fromkeys(sorted(best))
@@ -212,7 +202,6 @@ class RowGrowth:
         self.scores |= dict.fromkeys(nodes, 0.0)
 
     def _add_child(self, node: int, token: int, chance: float, best: float) -> int | None:
-        """Add one child, unless it is too improbable beside its `best` sibling."""
         pruned = chance < self.shape.min_sibling_ratio * best and not self.drawn
         if chance <= 0 or pruned or len(self.graph) > self.shape.max_draft_nodes:
             return None
@@ -238,7 +227,6 @@ class RowGrowth:
     def _add_ranks(
         self, tree: RankTree, node: int, tokens: Sequence[int], chances: Sequence[float]
     ) -> list[int | None]:
-        """Add the children that a tree of ranks has below `node`."""
         above = self.paths[node]
         children: list[int | None] = []
         for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
@@ -254,13 +242,10 @@ class RowGrowth:
         return children
 
 
-class Growth(ABC):
+class Growth:
     """Drafts of some rows under construction; its *nodes* are those of the next pass.
 
-    Args:
-        drafts: the drafts by row.
-        limits: row -> levels that its draft may have; of the rows that grow, at least 1.
-        ends: True for tokens that end a sequence.
+    Their tokens are fetched after every pass, so a length policy can end it.
 
     Attributes:
         rows: the rows that grow, in order. Their nodes follow each other in this order.
@@ -273,67 +258,47 @@ class Growth(ABC):
     visible: Tensor | None = None
     tokens_on_device: bool = False
 
-    def __init__(
-        self,
-        drafts: Mapping[int, RowGrowth],
-        limits: Mapping[int, int],
-        ends: Callable[[int], bool],
-    ):
-        self.rows = list(limits)
+    def __init__(self, drafts: Mapping[int, RowGrowth]):
         self.depth = 0
         self._drafts = drafts
-        self._limits = limits
-        self._ends = ends
+        self._places = {(row, -1): place for place, row in enumerate(drafts)}
+        self._begin(list(drafts))
 
     @property
-    @abstractmethod
     def tokens(self) -> Tensor:
         """(M * k,) int64, per node the tokens since its parent, k levels before; (M,) of roots."""
+        parts = [self._drafts[row].pass_tokens(node) for row, node in self._row_nodes]
+        return torch.tensor([token for part in parts for token in part])
 
     @property
-    @abstractmethod
     def parents(self) -> Tensor:
         """(M,) int64, which node of the pass before is the parent; of a root its place in rows."""
-
-    @abstractmethod
-    def num_nodes(self, row: int) -> int:
-        """Return the number of nodes of a row."""
-
-    @abstractmethod
-    def expanded_subtree(self, row: int) -> tuple[list[int], list[int]]:
-        """Return tokens and parents of a row's expanded nodes, those of the next pass included.
-
-        Tokens that only the device knows are replaced by the root's.
-        """
-
-    @abstractmethod
-    def add(self, following: NextTokens) -> None:
-        """Add what follows the nodes."""
-
-    @abstractmethod
-    def next_rows(self) -> list[int]:
-        """Return the rows whose draft may grow by another pass."""
-
-    @abstractmethod
-    def advance(self, rows: Sequence[int]) -> None:
-        """Go on to the next pass, with some of the `next_rows`."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Complete the drafts on the host."""
+        above = [(row, self._drafts[row].pass_parent(node)) for row, node in self._row_nodes]
+        return torch.tensor([self._places[owner] for owner in above])
 
     @property
     def owners(self) -> list[int]:
         """The row of each node."""
         return [row for row in self.rows for _ in range(self.num_nodes(row))]
 
+    def num_nodes(self, row: int) -> int:
+        """Return the number of nodes of a row."""
+        return len(self._nodes[row])
+
+    def expanded_subtree(self, row: int) -> tuple[list[int], list[int]]:
+        """Return tokens and parents of a row's expanded nodes, those of the next pass included.
+
+        Tokens that only the device knows are replaced by the root's.
+        """
+        return self._drafts[row].expanded_subtree()
+
     def paths(self) -> list[list[int]]:
         """Return per node the tokens from the root's child down to it, if the host knows them."""
-        raise NotImplementedError
+        return [self._drafts[row].graph.path(node) for row, node in self._row_nodes]
 
     def node_depths(self) -> list[int]:
         """Return the depth of each node; below merge edges it may be less than `depth`."""
-        return [self.depth] * len(self.owners)
+        return [self._drafts[row].graph.depth[node] for row, node in self._row_nodes]
 
     def inputs_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `tokens` and `parents` on a device, sent there in one transfer."""
@@ -345,84 +310,31 @@ class Growth(ABC):
         )
         return tokens, parents
 
-
-class HostGrowth(Growth):
-    """Growth whose tokens are fetched after every pass, so a length policy can end it."""
-
-    def __init__(
-        self,
-        drafts: Mapping[int, RowGrowth],
-        limits: Mapping[int, int],
-        ends: Callable[[int], bool],
-    ):
-        super().__init__(drafts, limits, ends)
-        self._places = {(row, -1): place for place, row in enumerate(self.rows)}
-        self._begin(self.rows)
-
-    @property
-    def tokens(self) -> Tensor:
-        """See `Growth`."""
-        parts = [self._drafts[row].pass_tokens(node) for row, node in self._row_nodes]
-        return torch.tensor([token for part in parts for token in part])
-
-    @property
-    def parents(self) -> Tensor:
-        """See `Growth`."""
-        above = [(row, self._drafts[row].pass_parent(node)) for row, node in self._row_nodes]
-        return torch.tensor([self._places[owner] for owner in above])
-
-    def num_nodes(self, row: int) -> int:
-        """See `Growth`."""
-        return len(self._nodes[row])
-
-    def expanded_subtree(self, row: int) -> tuple[list[int], list[int]]:
-        """See `Growth`."""
-        return self._drafts[row].expanded_subtree()
-
-    def paths(self) -> list[list[int]]:
-        """See `Growth`."""
-        return [self._drafts[row].graph.path(node) for row, node in self._row_nodes]
-
-    def node_depths(self) -> list[int]:
-        """See `Growth`."""
-        return [self._drafts[row].graph.depth[node] for row, node in self._row_nodes]
-
     def add(self, following: NextTokens) -> None:
-        """See `Growth`; waits for the device."""
-        probs, scored = following.probs, following.scores
-        fetched = fetch_all(
-            [following.tokens, following.chances, *([] if scored is None else [scored])]
-        )
+        """Add what follows the nodes; waits for the device."""
+        probs, tensors = following.probs, [following.tokens, following.chances]
+        fetched = fetch_all(tensors if following.scores is None else [*tensors, following.scores])
         start = 0
         for row, nodes in self._nodes.items():
             part = slice(start, start + len(nodes))
             tokens, chances, *scores = (values[part] for values in fetched)
-            lists = NextLists(
-                tokens,
-                chances,
-                None if probs is None else probs[part],
-                scores[0] if scores else None,
-            )
-            max_levels = self._limits[row] - self.depth
-            self._drafts[row].add_levels(nodes, lists, self._ends, max_levels)
+            drawn_from = None if probs is None else probs[part]
+            self._drafts[row].add_levels(nodes, NextLists(tokens, chances, drawn_from, *scores))
             start = part.stop
         self.depth += following.tokens.shape[1]
 
-    def finish(self) -> None:
-        """See `Growth`; they are complete after every pass."""
-
     def next_rows(self) -> list[int]:
-        """See `Growth`."""
-        return [
-            row
-            for row in self.rows
-            if self.depth < self._limits[row] and self._drafts[row].frontier
-        ]
+        """Return the rows whose draft may grow by another pass."""
+        drafts = self._drafts
+        return [r for r in self.rows if self.depth < drafts[r].max_levels and drafts[r].frontier]
 
     def advance(self, rows: Sequence[int]) -> None:
-        """See `Growth`."""
+        """Go on to the next pass, with some of the `next_rows`."""
         self._places = {owner: place for place, owner in enumerate(self._row_nodes)}
         self._begin(rows)
+
+    def finish(self) -> None:
+        """Complete the drafts on the host, where they are complete after every pass."""
 
     @property
     def _row_nodes(self) -> list[tuple[int, int]]:

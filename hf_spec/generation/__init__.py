@@ -3,9 +3,9 @@
 A call goes through these modules, in this order:
 
 1. `hook` wraps `generate()` and `generate_batch()`, and finds the strategy of a call.
-2. `call_setup` resolves the call: `call_checks`, `assisted_settings` and `target_checks` raise
-   errors before anything runs, then the drafter is built.
+2. `call_setup` resolves the call: `call_checks` and `target_checks` raise errors before anything
+   runs, then the drafter is built.
 3. transformers' own `generate()` prepares inputs, logits processors and stopping criteria.
-4. `one_call` decodes with them: `own_prefill` or `encoder_inputs` where a prompt is more than text,
+4. `one_call` decodes with them: `own_prefill` where a prompt is more than text,
    then `hf_spec.engine.decode.loop`. For many prompts, `generate_batch` instead.
 """

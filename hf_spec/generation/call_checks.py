@@ -1,7 +1,6 @@
 """Checks of a call's settings and inputs, before the first forward pass.
 
-Each raises `UnsupportedError`, or `OptionError` for a value that is wrong in any call. The message
-names the argument, its value and an alternative.
+They raise `UnsupportedError`, or `OptionError` for a value that is wrong in any call.
 """
 
 from __future__ import annotations
@@ -54,10 +53,7 @@ OTHER_METHODS = {
 
 # Other settings: the supported values, and the reason and remedy for all others.
 SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "num_beams": (
-        (None, 1),
-        ": spec_strategy decodes greedily or by sampling; set num_beams=1",
-    ),
+    "num_beams": ((None, 1), ": spec_strategy decodes greedily or by sampling; set num_beams=1"),
     "guidance_scale": (
         (None, 1),
         " runs a second forward pass for every token of the output, which a draft tree cannot "
@@ -68,10 +64,7 @@ SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
         " is not available with spec_strategy, whose forward passes contain drafts; run the "
         "finished sequence through model() instead",
     ),
-    "use_cache": (
-        (None, True),
-        ": speculative decoding needs a KV cache; leave it out",
-    ),
+    "use_cache": ((None, True), ": speculative decoding needs a KV cache; leave it out"),
     # Caches that generate() creates by default. "hybrid", from old files, is ignored. "static" asks
     # for memory at fixed addresses, which the engine's pool has anyway.
     "cache_implementation": (
@@ -96,10 +89,7 @@ OTHER_MODALITIES = ("video", "audio", "input_features", "input_values")
 
 
 class Settings:
-    """Generation settings of a call by name, as `generate()` resolves them.
-
-    Precedence: the call's arguments, its `generation_config`, the model's.
-    """
+    """Settings by name as `generate()` resolves them: of the call, of its config, of the model."""
 
     def __init__(self, model: PreTrainedModel, arguments: Mapping[str, Any]):
         config = arguments.get("generation_config")
@@ -290,7 +280,6 @@ def check_inputs(
 
 
 def _check_names(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
-    """Check that all model inputs are supported."""
     supported = {*MODEL_INPUTS, "token_type_ids"}
     if takes_images(model):
         supported |= IMAGE_INPUTS

@@ -1,22 +1,25 @@
-"""Resolve a call before anything runs: strategy, settings, drafter and stop strings."""
+"""Resolve a call before anything runs: strategy, settings, drafter and stop strings.
+
+Settings of transformers' assisted generation are replaced by options of a strategy. A call that
+sets one raises an error. A value that a checkpoint's generation config stores was not necessarily
+chosen for this call, so it is logged as a warning if it differs from the default.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.models.support_checks import check_model
-from hf_spec.generation.assisted_settings import (
-    check_assisted,
-    generation_configs,
-    warn_of_stored,
-)
 from hf_spec.generation.call_checks import Settings, check_callables, check_settings
 from hf_spec.generation.compiling import warm_up
 from hf_spec.generation.target_checks import (
@@ -63,7 +66,6 @@ def resolve_call(
 
 
 def _check_misplaced(config: StrategyConfig, arguments: dict[str, Any]) -> None:
-    """Raise an error for an option of the strategy among the arguments of `generate()`."""
     options = {option.name for option in dataclasses.fields(config)}
     if misplaced := sorted(options & arguments.keys()):
         name = misplaced[0]
@@ -82,11 +84,7 @@ def without_static_cache(settings: Settings, arguments: dict[str, Any]) -> dict[
 def build_drafter(
     config: StrategyConfig, model: PreTrainedModel, assistant: Any, arguments: dict[str, Any]
 ) -> Drafter:
-    """Return the drafter of a call; `arguments` has the tokenizers. Compiles the target if asked.
-
-    Raises:
-        AssistantError: the assistant is missing or does not fit the target.
-    """
+    """Return the drafter of a call, compiling the target if asked."""
     assistant = find_assistant(assistant, model, config.adapter_methods)
     for stored in generation_configs(assistant):
         warn_of_stored(config, "assistant.generation_config", stored)
@@ -103,7 +101,6 @@ def build_drafter(
 
 
 def _assistant_hint(config: StrategyConfig) -> str:
-    """Return what the assistant of a strategy is, and how to get one."""
     methods = config.adapter_methods or ()
     if DRAFT in methods:
         return "<model, folder or Hub id>, for instance hf_spec.truncated_draft(model, num_layers)"
@@ -115,11 +112,9 @@ def _assistant_hint(config: StrategyConfig) -> str:
 
 
 def stop_strings_to_criteria(strings: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments without tokenizers, with a stopping criterion for the stop strings.
-
-    `generate()` does not pass the tokenizers on to `custom_generate`.
-    """
+    """Return arguments without tokenizers, with a stopping criterion for the stop strings."""
     arguments = dict(arguments)
+    # `generate()` does not pass the tokenizers on to `custom_generate`.
     arguments.pop("assistant_tokenizer", None)
     tokenizer = arguments.pop("tokenizer", None)
     if strings is None:
@@ -134,3 +129,81 @@ def stop_strings_to_criteria(strings: Any, arguments: dict[str, Any]) -> dict[st
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):
         criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
     return {**arguments, "stopping_criteria": criteria, "stop_strings": None}
+
+
+logger = logging.getLogger(__name__)
+
+# Setting -> options that replace it, in order of preference; empty if there is none.
+REPLACED_BY: dict[str, tuple[str, ...]] = {
+    "num_assistant_tokens": ("max_draft_tokens", "num_adaptive"),
+    "num_assistant_tokens_schedule": ("length_policy",),
+    "assistant_confidence_threshold": ("confidence_threshold",),
+    "max_matching_ngram_size": ("match_length",),
+    "assistant_lookbehind": (),
+    "target_lookbehind": (),
+}
+# Schedule of transformers -> equivalent length policy.
+POLICIES = {"constant": "static", "heuristic": "heuristic", "heuristic_transient": "heuristic"}
+
+
+def check_assisted(
+    config: StrategyConfig, model: PreTrainedModel, arguments: Mapping[str, Any]
+) -> None:
+    """Raise `OptionError` for a setting of assisted generation in a call; log the model's."""
+    stored = getattr(model, "generation_config", None)
+    call_config = arguments.get("generation_config")
+    for name in REPLACED_BY:
+        value = arguments.get(name)
+        if value is None and getattr(call_config, name, None) != getattr(stored, name, None):
+            # Equal values come from a copy of the model's config.
+            value = _unusual(call_config, name)
+        if value is not None:
+            raise OptionError(_explain(config, name, value))
+    warn_of_stored(config, "model.generation_config", stored)
+
+
+def warn_of_stored(config: StrategyConfig, where: str, stored: Any) -> None:
+    """Log once each setting of assisted generation that a model's generation config stores."""
+    for name in REPLACED_BY:
+        if (value := _unusual(stored, name)) is not None:
+            _warn(f"{where}: {_explain(config, name, value)}")
+
+
+def generation_configs(assistant: Any) -> Iterator[Any]:
+    """Yield the generation configs of an assistant, or of each assistant in a list."""
+    for model in assistant if isinstance(assistant, (list, tuple)) else [assistant]:
+        if (stored := getattr(model, "generation_config", None)) is not None:
+            yield stored
+
+
+def _unusual(config: Any, name: str) -> Any:
+    """Return a setting unless it is unset or has its default value, which many files store."""
+    value = getattr(config, name, None)
+    return None if value == _defaults().get(name) else value
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    read = getattr(GenerationConfig, "_get_default_generation_params", dict)
+    return dict(read())
+
+
+@cache
+def _warn(message: str) -> None:
+    logger.warning(message)
+
+
+def _explain(config: StrategyConfig, name: str, value: Any) -> str:
+    options = {option.name for option in dataclasses.fields(config)}
+    option = next((option for option in REPLACED_BY[name] if option in options), None)
+    remedy = "leave it out"
+    if option is not None:
+        values = {option: POLICIES.get(value, value) if option == "length_policy" else value}
+        if option == "confidence_threshold":
+            values = {"length_policy": "confidence", **values}
+        text = ", ".join(f"{key}={setting!r}" for key, setting in values.items())
+        remedy = f"use spec_strategy={type(config).__name__}({text})"
+    return (
+        f"{name}={value!r} is a setting of transformers' assisted generation, which "
+        f"spec_strategy={config.strategy!r} does not read: {remedy}"
+    )

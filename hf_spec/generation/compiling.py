@@ -53,13 +53,6 @@ def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa:
     Args:
         model: a target or draft model on a CPU, in evaluation mode.
         mode: "on", or "off" to run its layers uncompiled again.
-
-    Returns:
-        The number of compiled layers, and the reasons for the others.
-
-    Raises:
-        OptionError: `mode` is neither.
-        UnsupportedError: hf_spec cannot run the model.
     """
     if mode not in MODES:
         raise OptionError(f"mode={mode!r}: {choices(mode, MODES)}")

@@ -19,9 +19,6 @@ def custom_generate(
 
     `revision` is a branch, tag or commit of a repository on the Hub, and `token` the Hub's, by
     default the stored one.
-
-    Raises:
-        AssistantError: the adapter does not fit `model`.
     """
     name, target = _repository(), cast("Any", model)
     adapter = read_once(

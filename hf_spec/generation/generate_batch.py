@@ -1,16 +1,14 @@
 """`model.generate_batch(prompts, spec_strategy=...)`: any number of prompts, a few at a time.
 
-transformers has its own `generate_batch`, which runs every call without a strategy. With one,
-sequences follow each other in the rows of one speculative batch (see
-`hf_spec.engine.decode.continuous_batching`). Arguments, request ids and outputs have the names that
-they have in transformers.
+Sequences follow each other in the rows of one batch (`hf_spec.engine.decode.continuous_batching`).
+Arguments, request ids and outputs have the names that they have in transformers.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from hf_spec.drafting.config import StrategyConfig
 from hf_spec.engine.decode.continuous_batching import ContinuousBatch, Prepared, Request
 from hf_spec.engine.decode.logits_processors import check_processors
 from hf_spec.engine.decode.stopping import StopRules, for_one_sequence
+from hf_spec.engine.decode.streaming import BatchStreamer
 from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.generation import own_prefill
@@ -60,74 +59,57 @@ class GenerateBatchCall:
     """A checked call of `generate_batch()`.
 
     Attributes:
-        requests: the sequences to generate.
         max_batch: maximum number of sequences at a time.
-        batching: what is padded, a key of `BATCHING`.
-        streamer: a `BatchStreamer` or None.
         allowed: `prefix_allowed_tokens_fn`, which is called with the number of the prompt.
         arguments: the other arguments, for `generate()`.
     """
 
+    config: StrategyConfig
     requests: list[Request]
     max_batch: int
-    batching: str
-    streamer: Any
+    streamer: BatchStreamer | None
     allowed: Any
     arguments: dict[str, Any]
-
-    @classmethod
-    def read(
-        cls, model: PreTrainedModel, batching: str, settings: Settings, arguments: Mapping[str, Any]
-    ) -> GenerateBatchCall:
-        """Read the arguments of a call.
-
-        Raises:
-            SpecError: an argument is wrong or not supported.
-        """
-        arguments = dict(arguments)
-        if model.config.is_encoder_decoder:
-            raise UnsupportedError(
-                f"generate_batch() takes token ids, but {type(model).__name__} also needs the "
-                "input of an encoder; use generate(), which takes batches too"
-            )
-        for name, reason in UNSUPPORTED_ARGUMENTS.items():
-            if (value := arguments.pop(name, None)) is not None and value is not False:
-                raise UnsupportedError(
-                    f"{name}= cannot be combined with spec_strategy in generate_batch(): {reason}"
-                )
-        if BATCHING[batching].pads_kv:
-            raise OptionError(
-                f"batching={batching!r} aligns the KV cache of all rows, but rows begin at "
-                "different times here; use 'unpadded' or 'unpadded_kv'"
-            )
-        max_batch = arguments.pop("max_batch", None)
-        max_batch = MAX_BATCH if max_batch is None else max_batch
-        if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
-            raise OptionError(f"max_batch={max_batch!r} must be a whole number of at least 1")
-        streamer = arguments.pop("streamer", None)
-        check_batch_streamer(streamer)
-        prompts = read_prompts(arguments.pop("inputs", None), num_embeddings(model))
-        requests = _requests(prompts, _num_sequences(settings))
-        if settings["pad_token_id"] is None:
-            # Nothing is padded, but generate() would warn for every prompt.
-            arguments["pad_token_id"] = 0
-        # Only transformers' own method has compiled code to warm up.
-        arguments.pop("warmup", None)
-        allowed = arguments.pop("prefix_allowed_tokens_fn", None)
-        arguments["num_return_sequences"] = 1
-        return cls(requests, max_batch, batching, streamer, allowed, arguments)
 
 
 def resolve_batch_call(
     model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]
-) -> tuple[StrategyConfig, GenerateBatchCall]:
-    """Return the strategy and the call after checking both and the target."""
+) -> GenerateBatchCall:
+    """Return the call after checking its strategy, its arguments and the target."""
     config, settings = resolve_call(model, strategy, arguments)
-    call = GenerateBatchCall.read(
-        model, config.batching, settings, without_static_cache(settings, arguments)
-    )
-    generate_arguments = stop_strings_to_criteria(settings["stop_strings"], call.arguments)
-    return config, replace(call, arguments=generate_arguments)
+    arguments = dict(without_static_cache(settings, arguments))
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"generate_batch() takes token ids, but {type(model).__name__} also needs the "
+            "input of an encoder; use generate(), which takes batches too"
+        )
+    for name, reason in UNSUPPORTED_ARGUMENTS.items():
+        if (value := arguments.pop(name, None)) is not None and value is not False:
+            raise UnsupportedError(
+                f"{name}= cannot be combined with spec_strategy in generate_batch(): {reason}"
+            )
+    if BATCHING[config.batching].pads_kv:
+        raise OptionError(
+            f"batching={config.batching!r} aligns the KV cache of all rows, but rows begin at "
+            "different times here; use 'unpadded' or 'unpadded_kv'"
+        )
+    max_batch = arguments.pop("max_batch", None)
+    max_batch = MAX_BATCH if max_batch is None else max_batch
+    if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
+        raise OptionError(f"max_batch={max_batch!r} must be a whole number of at least 1")
+    streamer = arguments.pop("streamer", None)
+    check_batch_streamer(streamer)
+    prompts = read_prompts(arguments.pop("inputs", None), num_embeddings(model))
+    requests = _requests(prompts, _num_sequences(settings))
+    if settings["pad_token_id"] is None:
+        # Nothing is padded, but generate() would warn for every prompt.
+        arguments["pad_token_id"] = 0
+    # Only transformers' own method has compiled code to warm up.
+    arguments.pop("warmup", None)
+    allowed = arguments.pop("prefix_allowed_tokens_fn", None)
+    arguments["num_return_sequences"] = 1
+    arguments = stop_strings_to_criteria(settings["stop_strings"], arguments)
+    return GenerateBatchCall(config, requests, max_batch, streamer, allowed, arguments)
 
 
 def prepare_request(
@@ -183,12 +165,7 @@ def _take_prepared(
 
 
 def read_prompts(inputs: object, vocab: int) -> list[list[int]]:
-    """Return the prompts as lists of token ids.
-
-    Raises:
-        OptionError: `inputs` is not a list of prompts.
-        UnsupportedError: a prompt is empty or has token ids outside of 0 to `vocab` - 1.
-    """
+    """Return the prompts as lists of token ids from 0 to `vocab` - 1."""
     if not isinstance(inputs, (list, tuple)):
         raise OptionError(
             f"inputs of type {type(inputs).__name__}: generate_batch() takes a list of prompts "
@@ -216,7 +193,6 @@ def read_prompts(inputs: object, vocab: int) -> list[list[int]]:
 
 
 def _num_sequences(settings: Settings) -> int:
-    """Return the number of sequences per prompt."""
     count = settings["num_return_sequences"] or 1
     if not isinstance(count, int) or count < 1:
         raise OptionError(f"num_return_sequences={count!r} must be a whole number of at least 1")

@@ -1,9 +1,8 @@
 """Wrappers of `GenerationMixin` methods that take `spec_strategy` and `assistant`.
 
-A call of `generate` or `generate_batch` without a strategy goes to the original method unchanged.
-With one, the original `generate` still prepares everything; only its decoding loop is replaced,
-through the `custom_generate` argument of transformers. The streamer and the tokenizer, which that
-path does not pass on, are kept here. `generate_batch_iter` is new.
+A call without a strategy goes to the original method unchanged. With one, the original `generate`
+still prepares everything; only its decoding loop is replaced, through transformers' argument
+`custom_generate`. `generate_batch_iter` is new.
 """
 
 from __future__ import annotations
@@ -32,14 +31,13 @@ from hf_spec.generation.call_setup import (
     without_static_cache,
 )
 from hf_spec.generation.call_signature import describe
-from hf_spec.generation.encoder_inputs import decoder_kwargs, read_input
 from hf_spec.generation.generate_batch import (
     prepare_request,
     resolve_batch_call,
     run_continuous_batch,
 )
 from hf_spec.generation.one_call import generate_with
-from hf_spec.generation.own_prefill import read_prompt
+from hf_spec.generation.own_prefill import decoder_kwargs, read_input, read_prompt
 from hf_spec.generation.peft_hook import WRAPPED
 from hf_spec.generation.target_checks import check_batching
 
@@ -204,13 +202,6 @@ def _make_generate_batch_iter(generate: Any) -> Any:
             assistant: what the strategy drafts with.
             max_batch: maximum number of sequences at a time.
             **kwargs: as in `generate()`.
-
-        Returns:
-            An iterator over the outputs in the order in which the sequences end.
-
-        Raises:
-            OptionError: there is no strategy, or an argument is invalid.
-            UnsupportedError: an input or setting is not supported.
         """
         additions = {"spec_strategy": spec_strategy, "assistant": assistant, "max_batch": max_batch}
         strategy, additions = _resolve_stored(model, additions, generation_config)
@@ -259,15 +250,7 @@ def speculate(
     arguments: dict[str, Any],
     watch: Callable[[Drafter], object] = lambda drafter: None,
 ) -> Any:
-    """Run a call of `generate` with a strategy.
-
-    Args:
-        original: transformers' own `generate`.
-        model: the target.
-        strategy: a name or a config.
-        arguments: the arguments by name, including `assistant`.
-        watch: called with the drafter before it drafts.
-    """
+    """Run a call of `generate` with a strategy; `watch` gets the drafter before it drafts."""
     assistant = arguments.pop("assistant")
     config, settings = resolve_call(model, strategy, arguments)
     check_batching(model, config.batching)
@@ -301,10 +284,10 @@ def speculate(
 def _generate_all(
     generate: Any, model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]
 ) -> SpecBatchOutput:
-    """Run a call of `generate_batch` with a strategy."""
     progress_bar = bool(arguments.pop("progress_bar", False))
-    batch = _continuous_batch(generate, model, strategy, arguments)
-    return run_continuous_batch(batch, progress_bar)
+    return run_continuous_batch(
+        _continuous_batch(generate, model, strategy, arguments), progress_bar
+    )
 
 
 def _continuous_batch(
@@ -312,11 +295,11 @@ def _continuous_batch(
 ) -> ContinuousBatch | None:
     """Return the batch of a call; None without prompts."""
     assistant = arguments.pop("assistant")
-    config, call = resolve_batch_call(model, strategy, arguments)
+    call = resolve_batch_call(model, strategy, arguments)
     if not call.requests:
         return None
-    drafter = build_drafter(config, model, assistant, arguments)
+    drafter = build_drafter(call.config, model, assistant, arguments)
     prepare = functools.partial(prepare_request, generate, model, call)
     return ContinuousBatch(
-        model, drafter, call.requests, prepare, call.max_batch, call.streamer, call.batching
+        model, drafter, call.requests, prepare, call.max_batch, call.streamer, call.config.batching
     )

@@ -24,8 +24,7 @@ from hf_spec.engine.models.latent_kv import caches_latents
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import check_inputs, check_padding, check_streamer
-from hf_spec.generation.encoder_inputs import decoder_kwargs, share_encoder_output
-from hf_spec.generation.own_prefill import Prompt
+from hf_spec.generation.own_prefill import Prompt, decoder_kwargs, share_encoder_output
 
 
 def generate_with(  # noqa: PLR0913 - the signature that generate() calls
@@ -42,24 +41,12 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
 ) -> SpecGenerateOutput | SpecEncoderDecoderOutput | Tensor:
     """Decode speculatively; `generate()` calls this instead of its own decoding loop.
 
-    Args:
-        drafter: proposes the drafts.
-        model: the target.
-        input_ids: (B, L) int64.
-        logits_processor: the prepared processors.
-        stopping_criteria: the prepared criteria.
-        generation_config: the resolved settings.
-        streamer: receives tokens; several rows need a `BatchStreamer`.
-        batching: what is padded, a key of `BATCHING`.
-        read: returns the prompt of a draft model with images or an encoder, from that model and
-            the target's prompt.
-        **model_kwargs: `attention_mask`, the cache and other inputs that `generate()` prepared.
+    Processors, criteria, settings and `model_kwargs` are those that `generate()` prepared. Several
+    rows need a `BatchStreamer`. `batching` is a key of `BATCHING`. `read` returns the prompt of a
+    draft model with images or an encoder, from that model and the target's prompt.
 
     Returns:
-        Like `generate()`: (B, L + new) int64, or an output object with `return_dict_in_generate`.
-
-    Raises:
-        UnsupportedError: an input or setting is not supported.
+        (B, L + new) int64 ids, or an output object with `return_dict_in_generate`.
     """
     prompt_kwargs = decoder_kwargs(model, model_kwargs)
     attention_mask = prompt_kwargs.get("attention_mask")
@@ -92,17 +79,17 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     target.rows.paddings = (~state.prompt_mask).sum(dim=1).tolist()
     target.rows.position_offsets = padding_of(model, attention_mask)
     cache = find_cache(model_kwargs)
-    prompt = Prompt(input_ids, attention_mask, model_kwargs)
+    prompt = Prompt(input_ids, attention_mask, model_kwargs, read)
     if cache is not None and (stored := prompt.stored) and not prefills:
         target.load(cache, [mask[:stored] for mask in state.prompt_mask])
     wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
     wants_cache &= not caches_latents(model)
     with compiling(drafter.compile), target.active(), drafter.active(state):
         if model.config.is_encoder_decoder:
-            share_encoder_output(target, drafter, prompt, read)
+            share_encoder_output(target, drafter, prompt)
         verifier = drafter.make_verifier(logits_processor, num_rows)
         if prefills:
-            own_prefill.first_round(prompt, target, drafter, verifier, state, read)
+            own_prefill.first_round(prompt, target, drafter, verifier, state)
         output = speculative_decode(target, drafter, verifier, state)
         if wants_cache:
             _fill_cache(target, state)

@@ -25,11 +25,7 @@ class Ready:
 
 
 class OpenGeneration:
-    """A target with a strategy, for `OpenBatch`.
-
-    Raises:
-        SpecError: the model is not supported, or the strategy has no assistant.
-    """
+    """A target with a strategy, for `OpenBatch`."""
 
     def __init__(self, model: PreTrainedModel, strategy: Any, assistant: Any, tokenizer: Any):
         self.model, self.assistant, self._tokenizer = model, assistant, tokenizer
@@ -38,12 +34,7 @@ class OpenGeneration:
         self._make_drafter()
 
     def prepare(self, request_id: str, prompt: list[int], config: GenerationConfig) -> Ready:
-        """Check and prepare a prompt; `config` is updated and must not be reused.
-
-        Raises:
-            SpecError: an input or setting is not supported.
-            ValueError: `generate()` rejects a setting.
-        """
+        """Check and prepare a prompt; `config` is updated and must not be reused."""
         strategy = getattr(config, "spec_strategy", None)
         if strategy is not None and parse_strategy(strategy) != self.config:
             raise OptionError(
@@ -51,7 +42,7 @@ class OpenGeneration:
                 f"strategy, which is {self.config.strategy!r} here; leave it out"
             )
         arguments = {"inputs": [prompt], "generation_config": config, "tokenizer": self._tokenizer}
-        _, call = resolve_batch_call(self.model, self.config, arguments)
+        call = resolve_batch_call(self.model, self.config, arguments)
         # transformers warns about settings next to a config.
         call = replace(call, arguments=config.update(**call.arguments))
         # Only one sequence, whatever num_return_sequences is.

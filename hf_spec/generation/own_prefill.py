@@ -1,10 +1,12 @@
-"""First round with the model's own forward pass over its prompt, in one piece.
+"""Prompts that are more than tokens that attend backwards.
 
-Some prompts are more than tokens that attend backwards: they contain images, attend in both
-directions, or their length changes the rotary frequencies. The model runs such a prompt as in plain
-`generate()`, with all its inputs. Its last logits are verified like a draft tree of roots only, and
-its keys and values are copied to the KV pool. After that, an image only matters as one position
-offset per row.
+They contain images, attend in both directions, or their length changes the rotary frequencies. The
+model runs such a prompt in one piece as in plain `generate()`, with all its inputs. Its last logits
+are verified like a draft tree of roots only, and its keys and values are copied to the KV pool.
+After that, an image only matters as one position offset per row.
+
+For encoder-decoder models, `generate()` runs the encoder before it calls the engine. The decoder's
+prompt is text like that of other models, in arguments whose names begin with `decoder_`.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import cache_argument, find_cache, stored_tokens, without_cache
 from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.engine.decode.drafter import Drafter
@@ -25,6 +29,7 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.loop import finish_step
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.models.cross_attention import DECODER_NAMES, attends_to_encoder, is_lone_decoder
 from hf_spec.engine.models.support_checks import takes_images
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation.target_checks import is_past_rope
@@ -56,13 +61,7 @@ IMAGE_INPUTS = frozenset(
 def is_needed(
     model: PreTrainedModel, attention_mask: Tensor, model_kwargs: Mapping[str, Any]
 ) -> bool:
-    """Return True if the model's own forward pass must run its prompt.
-
-    Args:
-        model: the target.
-        attention_mask: (B, L).
-        model_kwargs: what `generate()` prepared for the model.
-    """
+    """Return True if the model's own forward pass must run its (B, L) prompt."""
     config: Any = model.config.get_text_config()
     # The value "vision" means that only images are bidirectional.
     bidirectional = getattr(config, "use_bidirectional_attention", None) in (True, "all")
@@ -92,16 +91,16 @@ def is_shifted(position_ids: Tensor, attention_mask: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Inputs of a model's prefill.
+    """Inputs of a model's prefill: (B, L) int64, padded on the left, and further ones.
 
-    Attributes:
-        input_ids, attention_mask: (B, L) int64, padded on the left.
-        model_kwargs: further inputs that `generate()` prepared.
+    `read` returns the prompt of a draft model with images or an encoder; without it, draft models
+    run on placeholder tokens, or on the output of the target's encoder.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     model_kwargs: Mapping[str, Any]
+    read: Callable[[PreTrainedModel, Prompt], Prompt] | None = None
 
     @property
     def stored(self) -> int:
@@ -130,33 +129,23 @@ def first_round(
     drafter: Drafter,
     verifier: Verifier,
     state: GenerationState,
-    read: Callable[..., Prompt] | None = None,
 ) -> None:
-    """Prefill the target and commit one token per row, without a draft.
-
-    `read` returns the prompt of a draft model with images; without it, draft models run on
-    placeholder tokens.
-    """
+    """Prefill the target and commit one token per row, without a draft."""
     with state.clock("draft"):
-        if read is not None:
-            drafter.prefill(
-                partial(_prefill_draft_model, target=target.model, prompt=prompt, read=read)
-            )
+        drafter.prefill(partial(_prefill_draft_model, target=target.model, prompt=prompt))
         tree = drafter.draft(state, dict.fromkeys(state.unfinished, 0))
     with state.clock("verify"):
         output = prompt.run(target)
     finish_step(target, drafter, verifier, state, tree, output)
 
 
-def _prefill_draft_model(
-    runner: ModelRunner, target: PreTrainedModel, prompt: Prompt, read: Callable[..., Prompt]
-) -> None:
+def _prefill_draft_model(runner: ModelRunner, target: PreTrainedModel, prompt: Prompt) -> None:
     """Prefill a draft model that takes images; others run on placeholder tokens.
 
     So do all draft models if images of earlier turns are only in the target's cache.
     """
     draft = runner.model
-    if not takes_images(draft) or prompt.stored:
+    if prompt.read is None or not takes_images(draft) or prompt.stored:
         return
     target_type, draft_type = (model.config.model_type for model in (target, draft))
     if target_type != draft_type:
@@ -165,7 +154,7 @@ def _prefill_draft_model(
             f"target like {target_type!r}; draft with a model of the target's type, with a text "
             "model of the same vocabulary, or with spec_strategy='lookup'"
         )
-    read(draft, prompt).run(runner)
+    prompt.read(draft, prompt).run(runner)
 
 
 def _offsets(position_ids: Tensor | None, masks: Sequence[Tensor]) -> list[int]:
@@ -192,14 +181,7 @@ def read_prompt(
     draft: PreTrainedModel,
     prompt: Prompt,
 ) -> Prompt:
-    """Return the prompt with the inputs that a draft model prepares from the call's images.
-
-    Args:
-        generate: the original method, which runs the vision tower and inserts the tokens.
-        arguments: the arguments of the call, images included.
-        draft: the draft model.
-        prompt: the prompt of the target.
-    """
+    """Return the prompt with the inputs that a draft model prepares from the call's images."""
     images = {name: arguments[name] for name in IMAGE_INPUTS if name in arguments}
     candidates = (arguments.get(name) for name in ("input_ids", "inputs"))
     rows = next((ids for ids in candidates if ids is not None), prompt.input_ids)
@@ -207,6 +189,7 @@ def read_prompt(
     config = GenerationConfig(
         max_new_tokens=1, do_sample=copies > 1, num_return_sequences=copies, pad_token_id=0
     )
+    # The original method runs the vision tower and inserts the tokens.
     model_kwargs: dict[str, Any] = generate(
         draft,
         input_ids=prompt.input_ids[::copies],
@@ -227,3 +210,57 @@ def _take_model_kwargs(
 ) -> dict[str, Any]:
     """Return what `generate()` prepared for the model, instead of decoding."""
     return model_kwargs
+
+
+# Inputs of the encoder. Cross attention has no mask: audio is padded with silence.
+ENCODER_INPUTS = {"inputs", "input_features", "attention_mask", "encoder_outputs"}
+
+
+def decoder_kwargs(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the decoder's arguments under the names that decoder-only models use."""
+    if not model.config.is_encoder_decoder:
+        return dict(arguments)
+    usual_names = {decoder_name: name for name, decoder_name in DECODER_NAMES.items()}
+    return {
+        usual_names.get(name, name): value
+        for name, value in arguments.items()
+        if name not in ENCODER_INPUTS
+    }
+
+
+def share_encoder_output(target: ModelRunner, drafter: Drafter, prompt: Prompt) -> None:
+    """Pass the encoder's output, in `prompt`, to the decoders of target and draft models."""
+    states = prompt.model_kwargs["encoder_outputs"][0]
+    cache = find_cache(prompt.model_kwargs)
+    target.attend_to(states, getattr(cache, "cross_attention_cache", None))
+    drafter.prefill(partial(_attend, target=target.model, prompt=prompt))
+
+
+def _attend(runner: ModelRunner, target: PreTrainedModel, prompt: Prompt) -> None:
+    """Pass the output on; a decoder without encoder uses the target's."""
+    draft: Any = runner.model
+    if not attends_to_encoder(draft):
+        return
+    shares = is_lone_decoder(draft) or draft.get_encoder() is target.get_encoder()
+    draft_prompt = prompt if shares or prompt.read is None else prompt.read(draft, prompt)
+    runner.attend_to(draft_prompt.model_kwargs["encoder_outputs"][0])
+
+
+@torch.no_grad()
+def read_input(arguments: Mapping[str, Any], draft: Any, prompt: Prompt) -> Prompt:
+    """Return the prompt with the output of a draft model's own encoder, from the call's input.
+
+    Raises `AssistantError` if the call has only the output of the target's encoder.
+    """
+    candidates = (arguments.get(name) for name in ("input_features", "inputs"))
+    features = next((value for value in candidates if value is not None), None)
+    if features is None:
+        raise AssistantError(
+            f"{type(draft).__name__} has an encoder of its own, but the call has only "
+            "encoder_outputs; pass input_features, or load the assistant as a decoder "
+            "(AutoModelForCausalLM), which shares the target's encoder"
+        )
+    encoder = draft.get_encoder()
+    states = encoder(features.to(execution_device(encoder), draft.dtype))[0]
+    copies = len(prompt.input_ids) // len(states)
+    return replace(prompt, model_kwargs={"encoder_outputs": (states.repeat_interleave(copies, 0),)})

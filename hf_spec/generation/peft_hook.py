@@ -1,7 +1,6 @@
-"""Register the type HF_SPEC with PEFT and transformers, without importing PEFT.
+"""Register the type HF_SPEC with PEFT and transformers, once someone else has imported PEFT.
 
-PEFT takes as long to import as the rest of this package, and imports bitsandbytes if that is
-installed. So the type is registered once someone else has imported PEFT.
+PEFT takes as long to import as the rest of this package, and may import bitsandbytes.
 """
 
 from __future__ import annotations

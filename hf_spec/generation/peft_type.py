@@ -1,13 +1,8 @@
 """The PEFT type HF_SPEC: PEFT and transformers load, select and save our adapters.
 
-    model.load_adapter(folder)
-    PeftModel.from_pretrained(model, folder)
-
-An adapter takes no part in the model's forward pass, so the output stays bit-identical. It is
-attached to the model in a module without weights, where `generate(spec_strategy=...)` finds it. A
-LoRA in the same model is not affected.
-
-Importing this module registers the type with PEFT; `peft_hook` does so.
+An adapter takes no part in the model's forward pass. It is attached to the model in a module
+without weights, where `generate(spec_strategy=...)` finds it. Importing this module registers the
+type with PEFT; `peft_hook` does so.
 """
 
 from __future__ import annotations
@@ -30,12 +25,7 @@ from hf_spec.methods.loading import cached_adapter
 
 @dataclass
 class SpecPeftConfig(PeftConfig):
-    """Config of an adapter in PEFT.
-
-    Attributes:
-        method, options, base: see `SpecAdapter`.
-        adapter: the adapter that was loaded with the config, if any.
-    """
+    """Config of an adapter in PEFT; `adapter` is the one that was loaded with it, if any."""
 
     task_type: Any = "CAUSAL_LM"
     method: str = ""
@@ -74,11 +64,7 @@ class SpecPeftConfig(PeftConfig):
 
 
 class SpecLayer(nn.Module, BaseTunerLayer):
-    """The adapters of a model, which PEFT switches as in the layers of a LoRA.
-
-    Attributes:
-        adapters: by their names in PEFT.
-    """
+    """The adapters of a model by name, which PEFT switches as in the layers of a LoRA."""
 
     # No weights, so PEFT does not cast, freeze or save them.
     adapter_layer_names = ()

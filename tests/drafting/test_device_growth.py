@@ -18,13 +18,7 @@ from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.token_graph import TokenGraph
-from hf_spec.drafting.tree_growth import (
-    Growth,
-    HostGrowth,
-    NextTokens,
-    RowGrowth,
-    TreeShape,
-)
+from hf_spec.drafting.tree_growth import Growth, NextTokens, RowGrowth, TreeShape
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree
 from tests.drafting.test_rank_tree import random_paths
@@ -248,8 +242,8 @@ def test_reach_is_as_exact_as_on_the_host() -> None:
     below = torch.stack([torch.stack([torch.tensor(0.9), second[case]]), torch.zeros(2)])
     below[1, 0] = other[1][case]
     shape = TreeShape(children=2, expanded_per_level=2)
-    drafts = {0: RowGrowth(TokenGraph([0]), shape)}
-    growing = DeviceGrowth(drafts, {0: 3}, bool, PassPlans(shape, [], CPU))
+    drafts = {0: RowGrowth(TokenGraph([0]), shape, bool, 3)}
+    growing = DeviceGrowth(drafts, PassPlans(shape, [], CPU))
     growing.add(NextTokens(torch.tensor([[[1, 2]]]), above[:, None]))
     growing.advance(growing.next_rows())
     growing.add(NextTokens(torch.tensor([[[3, 4]], [[5, 6]]]), below[:, None]))
@@ -273,11 +267,9 @@ def test_passes_of_several_levels(seed: int, size: int, on_device: bool) -> None
     tree = RankTree.of(random_paths(seed))
     shape = TreeShape(tree=tree, whole=True, levels_per_pass=size)
     limits = {0: tree.height, 2: max(1, tree.height - 2)}
-    drafts = {row: RowGrowth(TokenGraph([0]), shape) for row in limits}
+    drafts = {row: RowGrowth(TokenGraph([0]), shape, bool, limit) for row, limit in limits.items()}
     plans = PassPlans(shape, [], CPU)
-    growth: Growth = (
-        DeviceGrowth(drafts, limits, bool, plans) if on_device else HostGrowth(drafts, limits, bool)
-    )
+    growth = DeviceGrowth(drafts, plans) if on_device else Growth(drafts)
     passes = 0
     texts: list[Token] = [()] * len(limits)
     while growth.rows:

@@ -13,9 +13,9 @@ END = 9
 
 def grown(shape: TreeShape, drawn: bool = False) -> RowGrowth:
     """A root whose children are the tokens 5, 6, 7 and the end."""
-    growth = RowGrowth(TokenGraph([1]), shape, drawn)
+    growth = RowGrowth(TokenGraph([1]), shape, END.__eq__, drawn=drawn)
     assert growth.begin_pass() == [0]
-    growth.add_levels([0], NextLists([[[5, 6, 7, END]]], [[[0.4, 0.3, 0.2, 0.1]]]), END.__eq__)
+    growth.add_levels([0], NextLists([[[5, 6, 7, END]]], [[[0.4, 0.3, 0.2, 0.1]]]))
     return growth
 
 
@@ -37,7 +37,7 @@ def test_what_ran_for_nothing_has_no_children() -> None:
     growth = grown(TreeShape(children=4, expanded_per_level=2))
     assert growth.begin_pass([None, 2, 3, 1]) == [-1, 2, -1, 1]
     lists = NextLists([[[5, 6]]] * 2, [[[0.5, 0.5]]] * 2)
-    growth.add_levels([-1, 2], lists, END.__eq__)
+    growth.add_levels([-1, 2], lists)
     assert growth.last_level == [None, None, 5, 6]
     assert growth.expanded_nodes == [0, -1, 2, -1, 1]
 
@@ -59,10 +59,10 @@ def test_as_many_nodes_as_may_be_drafted() -> None:
 def test_drawn_children_are_sent_by_count_alone() -> None:
     shape = TreeShape(children=4, max_nodes=3)
     assert grown(shape, drawn=True).last_level == [None] * 4
-    growth = RowGrowth(TokenGraph([1]), TreeShape(), drawn=True)
+    growth = RowGrowth(TokenGraph([1]), TreeShape(), END.__eq__, drawn=True)
     growth.begin_pass()
     probs = torch.ones(1, 3) / 3
-    growth.add_levels([0], NextLists([[[5]]], [[[1 / 3]]], probs, [[0.25]]), END.__eq__)
+    growth.add_levels([0], NextLists([[[5]]], [[[1 / 3]]], probs, [[0.25]]))
     assert torch.equal(growth.distributions.pop(0), probs[0])
     assert not growth.distributions
     assert growth.scores == {0: 0.25}
@@ -81,10 +81,10 @@ WHOLE = TreeShape(
 
 def test_two_levels_a_pass() -> None:
     """Nodes of the second level take their tokens from the list of the node that ran."""
-    growth = RowGrowth(TokenGraph([1]), WHOLE)
+    growth = RowGrowth(TokenGraph([1]), WHOLE, END.__eq__)
     nodes = growth.begin_pass()
     lists = NextLists([[[5, 6], [7, END]]], [[[0.4, 0.3], [0.2, 0.0]]])
-    growth.add_levels(nodes, lists, END.__eq__)
+    growth.add_levels(nodes, lists)
     # A whole tree keeps what ends a sequence, and what has no probability.
     assert growth.graph.tokens == [1, 5, 6, 7, END, 7]
     assert growth.graph.parents == [-1, 0, 0, 1, 1, 2]
@@ -94,7 +94,7 @@ def test_two_levels_a_pass() -> None:
 
 
 def test_a_pass_may_be_cut() -> None:
-    growth = RowGrowth(TokenGraph([1]), WHOLE)
+    growth = RowGrowth(TokenGraph([1]), WHOLE, END.__eq__, max_levels=1)
     lists = NextLists([[[5, 6], [7, END]]], [[[0.4, 0.3], [0.2, 0.1]]])
-    growth.add_levels(growth.begin_pass(), lists, END.__eq__, max_levels=1)
+    growth.add_levels(growth.begin_pass(), lists)
     assert growth.graph.tokens == [1, 5, 6]

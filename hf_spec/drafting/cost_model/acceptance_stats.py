@@ -1,11 +1,9 @@
 """Acceptance rates of drafters, and the merged tree of several drafts.
 
-`DraftSource` wraps a drafter and keeps, per row, how its drafts were accepted. It estimates the
-*reach* of each draft node: the probability that the target's path runs through the node. This is
-the product of the acceptance rates along the path, where the rate of a node is the share of nodes
-of its kind that were accepted after an accepted parent. The kind is the draft probability in tenths
-or, for drafters without probabilities, depth and rank. The rates decay. They start from those of
-earlier generations with the model, in the first generation from a prior.
+The *reach* of a draft node is the probability that the target's path runs through it: the product
+of the acceptance rates along the path, where the rate of a node is the share of nodes of its kind
+that were accepted after an accepted parent. The kind is the draft probability in tenths or, for
+drafters without probabilities, depth and rank.
 """
 
 from __future__ import annotations
@@ -24,6 +22,8 @@ from hf_spec.engine.forward.output import ForwardOutput
 # Decay of old trials per trial, and number of trials that the prior weighs.
 DECAY = 0.95
 PRIOR_WEIGHT = 10.0
+# Of the first node at depth 1 and of deeper ones, for drafters without probabilities.
+NODE_PRIOR = 0.5, 0.7
 # The prior of levels weighs less: a drafter that fails must be detected fast.
 LEVEL_PRIOR = 0.6
 LEVEL_PRIOR_WEIGHT = 3.0
@@ -44,13 +44,7 @@ NODES_PER_LEVEL = 4
 
 
 class DecayedRates:
-    """Success rate per kind of trial, with exponentially decaying weights of old trials.
-
-    Args:
-        prior: the expected rate of a kind.
-        weight: number of trials that the prior counts for.
-        decay: weight of a trial relative to the next one.
-    """
+    """Success rate per kind of trial, with decaying weights; its prior weighs `weight` trials."""
 
     def __init__(self, prior: Callable[..., float], weight: float, decay: float = DECAY):
         self._prior = prior
@@ -68,12 +62,8 @@ class DecayedRates:
         """Count a trial."""
         successes, trials = self._trials.get(kind, (0.0, 0.0))
         counted = self._decay * successes + success, self._decay * trials + 1
-        # A new dictionary, because snapshots share the old one.
+        # A new dictionary, because copies share the old one.
         self._trials = {**self._trials, kind: counted}
-
-    def snapshot(self) -> DecayedRates:
-        """Return a copy that does not change with later trials."""
-        return copy(self)
 
     def fade(self, retention: float) -> None:
         """Keep only a share of all trials, which moves the rates towards the prior."""
@@ -82,9 +72,12 @@ class DecayedRates:
         }
 
 
-def level_rates(decay: float = DECAY) -> DecayedRates:
-    """Return the initial rates at which the target accepts one more level of a draft."""
-    return DecayedRates(lambda _: LEVEL_PRIOR, LEVEL_PRIOR_WEIGHT, decay)
+def probability_bin(probability: float) -> int:
+    """Return a probability in tenths, the kind of nodes by which it is calibrated."""
+    # A distribution in which the processors leave no token has NaN probabilities.
+    if not probability > 0:
+        return 0
+    return min(int(probability * PROBABILITY_BINS), PROBABILITY_BINS - 1)
 
 
 @dataclass(eq=False)
@@ -95,33 +88,31 @@ class AcceptanceStats:
     levels: DecayedRates
 
     @classmethod
-    def from_prior(cls, prior: tuple[float, float], decay: float = DECAY) -> AcceptanceStats:
+    def from_prior(
+        cls, prior: tuple[float, float] = NODE_PRIOR, decay: float = DECAY
+    ) -> AcceptanceStats:
         """Return stats without trials; for `prior` see `DraftSource`."""
         nodes = DecayedRates(partial(_prior_rate, prior), PRIOR_WEIGHT, decay)
-        return cls(nodes, level_rates(decay))
+        return cls(nodes, DecayedRates(lambda _: LEVEL_PRIOR, LEVEL_PRIOR_WEIGHT, decay))
 
-    @classmethod
-    def from_memory(cls, memory: AcceptanceStats) -> AcceptanceStats:
-        """Return stats whose prior is the current state of `memory`."""
-        nodes = DecayedRates(memory.nodes.snapshot().rate, PRIOR_WEIGHT)
-        return cls(nodes, DecayedRates(memory.levels.snapshot().rate, LEVEL_PRIOR_WEIGHT))
+    def as_prior(self) -> AcceptanceStats:
+        """Return stats without trials whose prior are the current rates."""
+        nodes = DecayedRates(copy(self.nodes).rate, PRIOR_WEIGHT)
+        return AcceptanceStats(nodes, DecayedRates(copy(self.levels).rate, LEVEL_PRIOR_WEIGHT))
 
 
 @dataclass(eq=False)
 class DraftSource:
     """A drafter with its last draft and its acceptance rates.
 
-    Args:
+    Attributes:
         name: key in counters and timings.
-        drafter: proposes the drafts.
         depth: most levels of a draft.
-        prior: acceptance rates of the first node at depth 1 and of deeper ones before any trial,
-            for drafters without probabilities.
+        prior: acceptance rates before any trial, see `NODE_PRIOR`.
         nodes_per_level: expected number of verified nodes per level.
         retention: share of the level trials that remains after a round without a draft.
-
-    Attributes:
         tree, limits: the last draft, and the requested depth of each row.
+        sizes: per row the nodes of its last draft, root excluded.
         accepted_levels: per row the levels of the last draft that the target's tokens follow,
             whether or not these nodes were verified.
     """
@@ -129,7 +120,7 @@ class DraftSource:
     name: str
     drafter: Drafter
     depth: int
-    prior: tuple[float, float] = (0.5, 0.7)
+    prior: tuple[float, float] = NODE_PRIOR
     nodes_per_level: int = NODES_PER_LEVEL
     retention: float = RETENTION
 
@@ -137,19 +128,18 @@ class DraftSource:
         self.depth = min(self.depth, self.drafter.max_depth)
         self.tree: DraftTree
         self.limits: Mapping[int, int] = {}
-        self.accepted_levels: dict[int, int] = {}
-        self.start(0)
+        self.sizes: dict[int, int] = {}
 
     def start(self, num_rows: int, memory: AcceptanceStats | None = None) -> None:
         """Reset the stats of all rows to `memory`; the drafter itself is reset by `active`."""
         self._memory = memory
         self._stats = [self._new_stats() for _ in range(num_rows)]
-        self._sizes: dict[int, int] = {}
+        self.sizes = {}
 
     def restart(self, row: int) -> None:
         """Reset the stats and the drafter for a new sequence in `row`."""
         self._stats[row] = self._new_stats()
-        self._sizes.pop(row, None)
+        self.sizes.pop(row, None)
         self.drafter.restart(row)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> None:
@@ -158,13 +148,10 @@ class DraftSource:
         self.tree = self.drafter.draft(state, self.limits)
         for row, limit in self.limits.items():
             if limit:
-                self._sizes[row] = len(self.tree.nodes(row)) - 1
+                self.sizes[row] = len(self.tree.nodes(row)) - 1
 
     def useful_depth(self, row: int) -> int:
-        """Return the depth at which the best node of a draft still has `MIN_REACH`.
-
-        Only for drafters without probabilities.
-        """
+        """Return the depth at which the best node still has `MIN_REACH`, without probabilities."""
         reach, depth = 1.0, 0
         while depth < self.depth:
             reach *= self._stats[row].nodes.rate((min(depth + 1, DEPTH_KINDS), 0))
@@ -173,19 +160,12 @@ class DraftSource:
             depth += 1
         return depth
 
-    def last_size(self, row: int, default: int) -> int:
-        """Return the number of nodes of the last draft of `row`, root excluded."""
-        return self._sizes.get(row, default)
-
     def level_rate(self, row: int, depth: int) -> float:
         """Return the acceptance rate of level `depth` after level `depth` - 1."""
         return self._stats[row].levels.rate(depth)
 
     def reach(self, row: int) -> list[float]:
-        """Return the reach of each node of the last draft of `row`.
-
-        Below a node with less than `MIN_REACH` it is 0.
-        """
+        """Return the reach of each node of the last draft of `row`; 0 below `MIN_REACH`."""
         tree, rates = self.tree, self._stats[row].nodes
         start = tree.row_start[row]
         reach = [1.0]
@@ -202,8 +182,8 @@ class DraftSource:
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Update the acceptance rates and pass the verdict on to the drafter.
 
-        A drafter that reads hidden states gets the verdict on the merged tree, whose nodes were
-        run. Any other drafter gets a verdict on its own draft.
+        One that reads hidden states gets the verdict on the merged tree, whose nodes were run; any
+        other one on its own draft.
         """
         accepted: list[list[int]] = [[] for _ in verdict.accepted]
         self.accepted_levels = {}
@@ -222,7 +202,7 @@ class DraftSource:
             if self._memory is not None:
                 self._memory.levels.fade(MEMORY_RETENTION)
             return []
-        all_stats = [self._stats[row], *([self._memory] if self._memory is not None else [])]
+        all_stats = [stats for stats in (self._stats[row], self._memory) if stats is not None]
         for depth, token in enumerate(tokens[:limit], start=1):
             child = tree.child(path[-1], token)
             for stats in all_stats:
@@ -237,18 +217,16 @@ class DraftSource:
     def _kind(self, node: int) -> Hashable:
         tree = self.tree
         if tree.node_probs is not None:
-            return min(int(tree.node_probs[node] * PROBABILITY_BINS), PROBABILITY_BINS - 1)
+            return probability_bin(tree.node_probs[node])
         rank = tree.children[tree.parent[node]].index(node)
         return min(tree.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
 
     def _new_stats(self) -> AcceptanceStats:
-        if self._memory is None:
-            return AcceptanceStats.from_prior(self.prior)
-        return AcceptanceStats.from_memory(self._memory)
+        memory = self._memory
+        return AcceptanceStats.from_prior(self.prior) if memory is None else memory.as_prior()
 
 
 def _prior_rate(prior: tuple[float, float], kind: int | tuple[int, int]) -> float:
-    """Return the expected acceptance rate of nodes of a kind before any trial."""
     if isinstance(kind, int):
         return (kind + 0.5) / PROBABILITY_BINS
     depth, rank = kind
@@ -256,11 +234,7 @@ def _prior_rate(prior: tuple[float, float], kind: int | tuple[int, int]) -> floa
 
 
 class MergedTree(TokenGraph):
-    """The drafts of several drafters for one row as one tree.
-
-    Attributes:
-        best_reach: per node the highest reach that any of the drafters gives it.
-    """
+    """The drafts of several drafters for one row; `best_reach` is the highest of a node in any."""
 
     def __init__(self, root: int):
         super().__init__([root])

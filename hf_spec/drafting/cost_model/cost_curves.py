@@ -1,9 +1,7 @@
 """Measured costs: seconds of the target's forward pass by nodes, and of each draft by depth.
 
-`Curve` interpolates configured timings. `LearnedCurve` interpolates timings of earlier rounds:
-`round_timer` measures them without extra forward passes or synchronization, and `RoundTimes` stores
-them, cached on the target model. Before the first measurement, an expected cost in units of one
-forward pass is used.
+Timings come from the rounds (`round_timer`) and are cached on the target model. Before the first
+one, an expected cost in units of one forward pass is used.
 """
 
 from __future__ import annotations
@@ -60,24 +58,19 @@ class Curve:
         ordered = sorted((size, seconds) for size, seconds in points)
         self.sizes = sorted({size for size, _ in ordered})
         self.seconds = [min(s for other, s in ordered if other >= size) for size in self.sizes]
-        self._cache: dict[float, float] = {}
 
     def __call__(self, size: float) -> float:
         """Return seconds for `size`; below the first point, those of the first point."""
-        if size not in self._cache:
-            flat = size <= self.sizes[0] or len(self.sizes) == 1
-            cost = self.seconds[0] if flat else interpolate(self.sizes, self.seconds, size)
-            self._cache[size] = cost
-        return self._cache[size]
+        if size <= self.sizes[0] or len(self.sizes) == 1:
+            return self.seconds[0]
+        return interpolate(self.sizes, self.seconds, size)
 
 
 class LearnedCurve:
     """Cost by size from measured means: interpolated between knots, proportional beyond them.
 
-    Generations in several threads may share a curve: data is replaced, never modified.
-
-    Args:
-        expected: cost by size in any unit, used for proportions and before the first timing.
+    `expected` costs, in any unit, are used for proportions and before the first timing. Generations
+    in several threads may share a curve: data is replaced, never modified.
     """
 
     def __init__(self, expected: Callable[[float], float]):
@@ -129,11 +122,8 @@ class LearnedCurve:
 class Costs:
     """Seconds of the target's forward pass by nodes, and of each drafter's draft by depth.
 
-    Attributes:
-        verify: seconds by number of nodes.
-        draft: drafter name -> seconds by depth.
-        branch: weight with which the nodes above a branch count again, because recurrent layers run
-            every path of a tree from its root.
+    `branch` is the weight with which the nodes above a branch count again, because recurrent layers
+    run every path of a tree from its root.
     """
 
     verify: Callable[[float], float]
@@ -142,43 +132,34 @@ class Costs:
 
     @classmethod
     def from_timings(cls, timings: Mapping[str, Any]) -> Costs:
-        """Return the costs of configured timings, see `check_timings`."""
+        """Return the costs of configured timings that passed `check_timings`."""
         draft = {name: Curve([(0, 0.0), *points]) for name, points in timings["draft"].items()}
         return cls(Curve(timings["verify"]), draft)
 
 
 class RoundTimes:
-    """Timings of rounds and acceptance rates, for one target model and set of drafters.
-
-    It may outlive the drafters and holds no reference to them.
-    """
+    """Timings and acceptance rates of a target and set of drafters, which it does not reference."""
 
     def __init__(self) -> None:
         self._memories: dict[int, AcceptanceStats] = {}
-        self._verify = LearnedCurve(lambda nodes: 1.0 + NODE_COST * nodes)
+        self.verify = LearnedCurve(lambda nodes: 1.0 + NODE_COST * nodes)
         self._draft: dict[str, LearnedCurve] = {}
 
     def costs(self, forwards: Mapping[str, Callable[[int], int]]) -> Costs:
         """Return the current costs; `forwards` maps a drafter to its forward passes by depth."""
-        return Costs(self._verify, {name: self._cost(name, of) for name, of in forwards.items()})
+        return Costs(self.verify, {name: self._cost(name, of) for name, of in forwards.items()})
 
     def memory(self, index: int, prior: tuple[float, float]) -> AcceptanceStats:
         """Return the acceptance rates of draft source `index`; for `prior` see `DraftSource`."""
         return self._memories.setdefault(index, AcceptanceStats.from_prior(prior, MEMORY_DECAY))
 
-    def has_plain_step(self, rows: int) -> bool:
-        """Return True if steps without a draft have been timed."""
-        return self._verify.is_reliable(rows)
-
     def learn(
         self, nodes: float, verify_seconds: float, drafts: Mapping[str, tuple[int, float]]
     ) -> None:
-        """Record nodes and seconds of the target, and forward passes and seconds of each draft.
-
-        Drafters without forward passes are ignored: their time is negligible.
-        """
-        self._verify.learn(nodes, verify_seconds)
+        """Record nodes and seconds of the target, and (forward passes, seconds) of each draft."""
+        self.verify.learn(nodes, verify_seconds)
         for name, (count, seconds) in drafts.items():
+            # The time of drafters without forward passes is negligible.
             if count:
                 self._curve(name).learn(count, seconds)
 
@@ -190,7 +171,7 @@ class RoundTimes:
 
         def draft(depth: float) -> float:
             count = forwards(math.ceil(depth))
-            unit = 1.0 if curve.has_timings else self._verify(1)
+            unit = 1.0 if curve.has_timings else self.verify(1)
             return curve(count) * unit if count else 0.0
 
         return draft
@@ -198,15 +179,15 @@ class RoundTimes:
 
 def cached_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> RoundTimes:
     """Return the timings cached for the target, number of rows and drafters (`key`)."""
-    return cached_per_model(target, ("rounds", num_rows, _machine_key(target), key), RoundTimes)
-
-
-def _machine_key(target: PreTrainedModel) -> tuple[Hashable, ...]:
-    """Return the settings besides the model and its inputs that affect forward pass times."""
-    packed = cpu_packing_bytes() > 0
-    device = execution_device(target.get_input_embeddings())
-    compiled = CompiledLayers.of(target).wanted
-    return device, target.dtype, torch.get_num_threads(), packed, compiled
+    # These settings affect the time of a forward pass, too.
+    machine = (
+        execution_device(target.get_input_embeddings()),
+        target.dtype,
+        torch.get_num_threads(),
+        cpu_packing_bytes() > 0,
+        CompiledLayers.of(target).wanted,
+    )
+    return cached_per_model(target, ("rounds", num_rows, machine, key), RoundTimes)
 
 
 def check_timings(timings: object) -> None:

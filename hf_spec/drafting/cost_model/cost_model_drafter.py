@@ -1,11 +1,6 @@
-"""Drafters whose draft length and width follow from the cost model.
+"""Drafters whose draft length and width follow from the cost model (`hf_spec.drafting.cost_model`).
 
-`CostModelDrafter` runs several drafters and merges their drafts; it is the base of `auto`.
-`AdaptiveLengthDrafter` is the same for a single method. Every method without a configured length
-uses it by default; `with_policy` and `adapt_length` build it. For the decision rule see
-`hf_spec.drafting.cost_model`.
-
-Decisions depend on timings and on the text so far, never on a later random draw. So every verifier
+Decisions depend on timings and on the text so far, never on a later random draw, so every verifier
 stays exact. Timings vary between runs, and with them the statistics.
 """
 
@@ -26,9 +21,9 @@ from hf_spec.common.errors import UnsupportedError
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes, cached_times
-from hf_spec.drafting.cost_model.loss_budget import LossBudget
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
 from hf_spec.drafting.cost_model.selection import (
+    LossBudget,
     PlannedRound,
     RoundFilter,
     allow_all,
@@ -36,13 +31,7 @@ from hf_spec.drafting.cost_model.selection import (
     choose_nodes,
     choose_sources,
 )
-from hf_spec.drafting.length_policy import (
-    MEASURED,
-    LengthPolicy,
-    MeasuredPolicy,
-    make_policy,
-    no_cost,
-)
+from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, MeasuredPolicy, make_policy
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.verifiers import Verifier
@@ -71,17 +60,12 @@ class CostModelDrafter(Drafter):
     """Runs the drafters that pay, merges their drafts, and sends the nodes that pay.
 
     Round costs and acceptance rates are measured and cached on the target, keyed by `key` and the
-    set of drafters. Until the cost of a step without a draft is known, nothing is drafted.
-
-    Args:
-        free: drafters with negligible cost, which run in every round.
-        assistants: other drafters, with distinct names.
-        target: the target model.
-        key: distinguishes cached measurements of the same drafters.
-        bounds: limits of a draft.
-        costs: configured costs; then nothing is measured or cached.
+    set of drafters, unless `costs` are configured. Until the cost of a step without a draft is
+    known, nothing is drafted.
 
     Attributes:
+        free: drafters with negligible cost, which run in every round.
+        assistants: other drafters, with distinct names.
         counters: "rounds", one per row and draft; "idle_rounds", those without draft nodes;
             "asked_NAME", those in which the assistant of that name ran.
     """
@@ -138,14 +122,13 @@ class CostModelDrafter(Drafter):
             costs = self._times.costs({s.name: s.drafter.num_forwards for s in self.assistants})
         branch = recurrent_share(self._target.config.get_text_config())
         self._costs = replace(costs, branch=branch)
+        times = self._times
         for index, source in enumerate(self._sources):
-            times = self._times
             memory = None if times is None else times.memory(index, source.prior)
             source.start(state.num_rows, memory)
         self._plain_steps = 0
         self._allows: RoundFilter = allow_all
-        clock = clock_of(state.device)
-        self._timer = RoundTimer(clock, self._costs, self._times, self._budget)
+        self._timer = RoundTimer(clock_of(state.device), self._costs, self._times, self._budget)
 
     def restart(self, row: int) -> None:
         """Reset every drafter for a new sequence in `row`; the next round is not timed."""
@@ -180,10 +163,13 @@ class CostModelDrafter(Drafter):
         plan = choose_sources(base, trees, self.assistants, max_depths, self._allows)
         whole: DraftTree | None = None
         for source in self.assistants:
-            drafting_rows = self._run(source, state, self._draft_depths(source, plan, max_depths))
+            drafter, depths = source.drafter, self._draft_depths(source, plan, max_depths)
+            with self._timer.time_draft(source.name, drafter, max(depths.values(), default=0)):
+                source.draft(state, depths)
+            drafting_rows = sum(depth > 0 for depth in depths.values())
+            self._counts[f"asked_{source.name}"] += drafting_rows
             if not drafting_rows:
                 continue
-            drafter = source.drafter
             # The verifiers of such trees need them as they were drafted.
             if drafter.exclusive_tree or drafter.samples or drafter.rule is not None:
                 whole = source.tree
@@ -210,23 +196,13 @@ class CostModelDrafter(Drafter):
             source.observe(verdict, output)
 
     def _make_filter(self, rows: int) -> RoundFilter:
-        """Return the round filter: the loss budget, or no drafts until plain steps are timed."""
-        has_plain_cost = self._times is None or self._times.has_plain_step(rows)
+        has_plain_cost = self._times is None or self._times.verify.is_reliable(rows)
         if self._plain_steps < PLAIN_STEPS and not has_plain_cost:
             # The first round runs the prompt and is not timed.
             self._plain_steps += not self._timer.is_first
             return allow_plain
         budget, plain_seconds = self._budget, self._costs.verify(rows)
         return lambda tokens, seconds: budget.allows(tokens / rows, seconds, plain_seconds)
-
-    def _run(self, source: DraftSource, state: GenerationState, depths: Mapping[int, int]) -> int:
-        """Run an assistant with the timer; return the number of rows that it drafted for."""
-        deepest = max(depths.values(), default=0)
-        with self._timer.time_draft(source.name, source.drafter, deepest):
-            source.draft(state, depths)
-        drafting_rows = sum(depth > 0 for depth in depths.values())
-        self._counts[f"asked_{source.name}"] += drafting_rows
-        return drafting_rows
 
     def _draft_depths(
         self, source: DraftSource, plan: PlannedRound, max_depths: Mapping[int, int]
@@ -272,8 +248,7 @@ class AdaptiveLengthDrafter(CostModelDrafter):
     @property
     def graphs(self) -> Mapping[int, Any]:
         """Row -> graph of the last draft, for drafters that grow level by level."""
-        graphs: Mapping[int, Any] = getattr(self._main.drafter, "graphs", {})
-        return graphs
+        return getattr(self._main.drafter, "graphs", {})
 
     def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
         """Return the drafter's verifier."""
@@ -285,7 +260,7 @@ class AdaptiveLengthDrafter(CostModelDrafter):
         if self._policy is not None:
             # Drop the reference cycle between drafter and policy, which would keep storage alive
             # until the garbage collector runs.
-            self._policy.level_cost = no_cost
+            self._policy.level_cost = None
         if self.assistants:
             # Levels that the policy did not draft are no failures.
             self._main.limits = {row: self._main.tree.height(row) for row in limits}
@@ -317,8 +292,8 @@ class AdaptiveLengthDrafter(CostModelDrafter):
         }
 
     def _make_filter(self, rows: int) -> RoundFilter:
-        """Return the round filter; configured lengths are exempt from the loss budget."""
         allows = super()._make_filter(rows)
+        # Configured lengths are exempt from the loss budget.
         return allow_all if self._drafts_always and allows is not allow_plain else allows
 
     def _affordable_depth(self, source: DraftSource, drafting_rows: int, rows: int) -> int:
@@ -364,10 +339,7 @@ def selects_nodes_by_cost(config: PolicyConfig, target: PreTrainedModel) -> bool
 
 
 def resolve_config(config: ConfigT, target: PreTrainedModel) -> ConfigT:
-    """Return the config with its length policy and sizes filled in.
-
-    Raises `UnsupportedError` if "measured" is configured for a tensor parallel model.
-    """
+    """Return the config with its length policy and sizes filled in."""
     measures = can_measure(target)
     if config.length_policy == MEASURED and not measures:
         raise UnsupportedError(

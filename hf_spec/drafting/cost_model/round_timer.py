@@ -1,20 +1,20 @@
 """Timing of rounds without synchronizing with the device.
 
-A round has two timed parts: its drafts, and the target's forward pass with verification. Their
-start and end are marks that may be read later (see `hf_spec.backend.device.clock`). A round is
-recorded as soon as its marks have passed, at the latest when the next round was verified.
+Start and end of the drafts, and of the target's forward pass with verification, are marks that may
+be read later (`hf_spec.backend.device.clock`). A round is recorded when its marks have passed,
+at the latest when the next round was verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_spec.backend.device.clock import Clock
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes
-from hf_spec.drafting.cost_model.loss_budget import LossBudget
+from hf_spec.drafting.cost_model.selection import LossBudget
 from hf_spec.engine.decode.drafter import Drafter
 
 
@@ -28,37 +28,33 @@ class TimedDraft:
     end: Any
 
 
-@dataclass(frozen=True)
-class _PendingRound:
-    """A verified round that has not been recorded yet.
+@dataclass
+class TimedRound:
+    """A round until it is recorded.
 
     Attributes:
         size: nodes that the target ran.
-        sent, verified: marks around the target's forward pass and verification.
-        drafts: the drafts by drafter name.
-        timed_drafters: drafters whose time is recorded; None if the whole round is not timed.
         expected_seconds: expected drafting time.
+        sent, verified: marks around the target's forward pass and verification.
+        timed_drafters: drafters whose time is recorded; None if the whole round is not timed.
         rows, tokens: number of rows, and of tokens that they gained together.
     """
 
-    size: float
-    sent: Any
-    verified: Any
-    drafts: Mapping[str, TimedDraft]
-    timed_drafters: frozenset[str] | None
-    expected_seconds: float
-    rows: int
-    tokens: int
+    drafts: dict[str, TimedDraft] = field(default_factory=dict)
+    size: float = 0.0
+    expected_seconds: float = 0.0
+    sent: Any = None
+    verified: Any = None
+    timed_drafters: frozenset[str] | None = None
+    rows: int = 0
+    tokens: int = 0
 
 
 class RoundTimer:
     """Times rounds and records them in `times` and `budget`.
 
     Without `times`, nothing is learned and drafts are charged to the budget at their expected cost.
-
-    Attributes:
-        is_first: True if the next forward pass of the target runs a prompt; it is not timed.
-        drafts: drafts of the current round, by drafter name.
+    The forward pass of a prompt (`is_first`) is not timed.
     """
 
     def __init__(self, clock: Clock, costs: Costs, times: RoundTimes | None, budget: LossBudget):
@@ -66,19 +62,19 @@ class RoundTimer:
         self._costs = costs
         self._times = times
         self._budget = budget
-        self._pending: _PendingRound | None = None
+        self._pending: TimedRound | None = None
         self.restart()
 
     def restart(self) -> None:
         """Do not time the next round, nor the next draft of each drafter: they run a prompt."""
         self.is_first = True
-        self.drafts: dict[str, TimedDraft] = {}
+        self.round = TimedRound()
         self._has_drafted: set[str] = set()
 
     def begin(self) -> None:
         """Begin a round."""
         self._record_pending()
-        self.drafts = {}
+        self.round = TimedRound()
 
     @contextmanager
     def time_draft(self, name: str, drafter: Drafter, depth: int) -> Iterator[None]:
@@ -86,7 +82,7 @@ class RoundTimer:
         before, start = drafter.forwards, self._clock.mark()
         yield
         count = drafter.forwards - before
-        self.drafts[name] = TimedDraft(count, depth, start, self._clock.mark())
+        self.round.drafts[name] = TimedDraft(count, depth, start, self._clock.mark())
 
     def draft_seconds(self) -> float:
         """Return the drafting time of the round: measured, or expected until its end has passed."""
@@ -96,35 +92,27 @@ class RoundTimer:
             self._clock.seconds(draft.start, draft.end)
             if self._clock.passed(draft.end)
             else self._costs.draft[name](draft.depth)
-            for name, draft in self.drafts.items()
+            for name, draft in self.round.drafts.items()
             if draft.forwards
         )
 
     def mark_sent(self, size: float, expected_seconds: float) -> None:
         """Mark the start of the target's forward pass over `size` nodes."""
-        self._size, self._expected_seconds = size, expected_seconds
-        self._sent = self._clock.mark()
+        self.round.size, self.round.expected_seconds = size, expected_seconds
+        self.round.sent = self._clock.mark()
 
     def mark_verified(self, rows: int, tokens: int) -> None:
         """Mark the end of verification: `rows` rows gained `tokens` tokens together."""
         # The marks of the previous round have passed by now.
         self._record_pending()
-        self._pending = _PendingRound(
-            size=self._size,
-            sent=self._sent,
-            verified=self._clock.mark(),
-            drafts=self.drafts,
-            timed_drafters=None if self.is_first else frozenset(self._has_drafted),
-            expected_seconds=self._expected_seconds,
-            rows=rows,
-            tokens=tokens,
-        )
+        done = self._pending = self.round
+        done.rows, done.tokens, done.verified = rows, tokens, self._clock.mark()
+        done.timed_drafters = None if self.is_first else frozenset(self._has_drafted)
         self.is_first = False
-        self._has_drafted |= {name for name, draft in self.drafts.items() if draft.forwards}
+        self._has_drafted |= {name for name, draft in done.drafts.items() if draft.forwards}
         self._record_pending()
 
     def _record_pending(self) -> None:
-        """Record the last verified round if its marks have passed."""
         done = self._pending
         if done is None or not self._clock.passed(done.verified):
             return

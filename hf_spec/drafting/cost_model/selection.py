@@ -1,15 +1,13 @@
 """The decision rule: the round with the most expected accepted tokens per second.
 
 A round yields one token per row plus the drafted tokens that the target accepts. It costs the
-target's forward pass over all nodes, and the drafts.
+target's forward pass over all nodes, and the drafts. A round without a draft is always an option;
+others must pass the `RoundFilter`, which enforces the loss budget.
 
 - `choose_nodes`: nodes are added in order of reach as long as the rate increases. For a given
   number of nodes this is optimal, and the result is always a tree.
 - `choose_sources`: drafters are chosen before they run, by the acceptance rates of their levels. A
   level counts only the tokens that no other draft is expected to contribute.
-
-A round without a draft is always an option. Others must pass the `RoundFilter`, which enforces the
-loss budget (`hf_spec.drafting.cost_model.loss_budget`).
 """
 
 from __future__ import annotations
@@ -20,6 +18,12 @@ from itertools import accumulate
 
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs
+
+# Of `LossBudget`, in plain steps.
+INITIAL_STEPS = 1.0
+STEPS_PER_TOKEN = 0.01
+# Share of a draft's expected gain that it may lose on top of the budget.
+GAIN_SHARE = 0.25
 
 # (expected tokens of all rows, expected seconds) -> True if a round with a draft may run.
 RoundFilter = Callable[[float, float], bool]
@@ -35,16 +39,35 @@ def allow_plain(tokens: float, seconds: float) -> bool:
     return False
 
 
+class LossBudget:
+    """Plain steps that the drafts of one generation may still lose.
+
+    Only drafting shows whether drafts pay. The budget bounds that cost in plain steps (steps
+    without a draft, one token per row): a generation of T tokens loses at most `INITIAL_STEPS` +
+    `STEPS_PER_TOKEN` x T. A draft whose expected gain is several times its cost may exceed the
+    budget; each failure lowers the next expectation. Gains are credited, so drafts that pay are
+    never blocked.
+    """
+
+    def __init__(self) -> None:
+        self.steps = INITIAL_STEPS
+
+    def allows(self, tokens: float, seconds: float, plain_seconds: float) -> bool:
+        """Return True if the expected loss of a round fits; `tokens` are those of a row."""
+        # Configured timings may be 0.
+        spent = seconds / max(plain_seconds, 1e-9)
+        return spent - 1.0 <= max(self.steps, 0.0) + GAIN_SHARE * max(tokens - spent, 0.0)
+
+    def record_round(self, tokens: float, seconds: float, plain_seconds: float) -> None:
+        """Add the tokens per row that a round gained and subtract its time."""
+        self.steps += tokens * (1.0 + STEPS_PER_TOKEN) - seconds / max(plain_seconds, 1e-9)
+
+
 @dataclass(frozen=True)
 class PlannedRound:
-    """A round with its expected tokens and costs.
+    """A round with its expected tokens and costs, over all rows.
 
-    Attributes:
-        costs: seconds by nodes and depth.
-        tokens: expected tokens of all rows.
-        nodes: nodes of all rows, roots included.
-        draft_seconds: expected drafting time.
-        depths: drafter name -> row -> depth of its draft.
+    `nodes` include the roots; `depths` map a drafter's name to the depth of its draft by row.
     """
 
     costs: Costs
@@ -93,10 +116,7 @@ def choose_nodes(
     draft_seconds: float = 0.0,
     allows: RoundFilter = allow_all,
 ) -> tuple[PlannedRound, dict[int, list[int]]]:
-    """Return the fastest round over the drafts of all rows, and its nodes per row.
-
-    `max_nodes` bounds the nodes of a row, root excluded; `draft_seconds` were spent on drafting.
-    """
+    """Return the fastest round over the drafts of all rows, and its nodes per row."""
     ranked: list[tuple[float, int, int]] = []
     for row, tree in trees.items():
         nodes = [(reach, row, node) for node, reach in enumerate(tree.best_reach)][1:]
@@ -119,10 +139,7 @@ def choose_nodes(
 def _forward_sizes(
     costs: Costs, trees: Mapping[int, MergedTree], ranked: Sequence[tuple[float, int, int]]
 ) -> Sequence[float]:
-    """Return the size of a forward pass over the roots and the first 0, 1, 2, ... ranked nodes.
-
-    With recurrent layers, nodes above a branch count again (`Costs.branch`).
-    """
+    """Return the sizes of forward passes over the roots and the first 0, 1, 2, ... ranked nodes."""
     if not costs.branch:
         return range(len(trees), len(trees) + len(ranked) + 1)
     extended: set[tuple[int, int]] = set()
@@ -204,11 +221,10 @@ def _with_exclusive_tree(
     trees: Mapping[int, MergedTree],
     max_depths: Mapping[int, int],
 ) -> PlannedRound:
-    """Return the round in which the target verifies only the tree of `source`."""
     depths = {row: min(max_depths[row], source.depth) for row in trees}
     tokens = sum(1 + sum(_level_gains(source, row, {}, depth)) for row, depth in depths.items())
     width = source.nodes_per_level
-    nodes = sum(1 + source.last_size(row, width * depth) for row, depth in depths.items())
+    nodes = sum(1 + source.sizes.get(row, width * depth) for row, depth in depths.items())
     return PlannedRound(base.costs, tokens, nodes, depths={source.name: depths})
 
 

@@ -129,8 +129,7 @@ class TestDraftSource:
         source.draft(state, {0: 9, 1: 0})
         assert drafter.limits == {0: 3, 1: 0}
         assert source.limits == {0: 3, 1: 0}
-        assert source.last_size(0, 7) == 5
-        assert source.last_size(1, 7) == 7
+        assert source.sizes == {0: 5}
 
     def test_it_learns_from_tokens_it_did_not_send(self) -> None:
         source = asked(DraftSource("s", Fixed(), 3))
@@ -202,7 +201,7 @@ class TestDraftSource:
         source.restart(0)
         assert source.drafter.restarted == [0]  # type: ignore[attr-defined]
         assert source.level_rate(0, 1) == LEVEL_PRIOR > source.level_rate(1, 1)
-        assert source.last_size(0, 77) == 77 > source.last_size(1, 77)
+        assert source.sizes == {1: 5}
         assert source.reach(0)[1] == 0.5
         assert source.reach(1) == kept
         asked(source, rows=2)

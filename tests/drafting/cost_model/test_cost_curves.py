@@ -155,12 +155,12 @@ class TestRoundTimes:
         times = RoundTimes()
         times.learn(9, 0.04, {})
         times.learn(9, 0.04, {})
-        assert not times.has_plain_step(1)
+        assert not times.verify.is_reliable(1)
         times.learn(1, 0.02, {})
-        assert not times.has_plain_step(1)
+        assert not times.verify.is_reliable(1)
         times.learn(1, 0.02, {})
-        assert times.has_plain_step(1)
-        assert times.has_plain_step(4)
+        assert times.verify.is_reliable(1)
+        assert times.verify.is_reliable(4)
 
     def test_acceptance_rates_are_kept(self) -> None:
         times = RoundTimes()

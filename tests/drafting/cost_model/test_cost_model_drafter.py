@@ -18,7 +18,7 @@ from hf_spec.drafting.cost_model import cost_curves as round_costs
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
 from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter, resolve_config
-from hf_spec.drafting.cost_model.loss_budget import INITIAL_STEPS, STEPS_PER_TOKEN
+from hf_spec.drafting.cost_model.selection import INITIAL_STEPS, STEPS_PER_TOKEN
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.registry import make_drafter, parse_strategy
 from tests.falcon_reference import random_head
@@ -392,7 +392,7 @@ def test_the_draft_that_runs_the_prompt_is_not_timed(
     observe = AdaptiveLengthDrafter.observe
 
     def watch(self: AdaptiveLengthDrafter, verdict: Any, output: Any) -> None:
-        run.append(self._timer.drafts[strategy].forwards)
+        run.append(self._timer.round.drafts[strategy].forwards)
         observe(self, verdict, output)
 
     def learn(self: RoundTimes, nodes: float, seconds: float, drafts: Any) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from hf_spec.backend.device.clock import Clock
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes
-from hf_spec.drafting.cost_model.loss_budget import LossBudget
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
+from hf_spec.drafting.cost_model.selection import LossBudget
 
 
 class Lagging(Clock):

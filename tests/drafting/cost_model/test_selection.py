@@ -12,7 +12,15 @@ import torch
 
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs, Curve
-from hf_spec.drafting.cost_model.selection import PlannedRound, choose_nodes, choose_sources
+from hf_spec.drafting.cost_model.selection import (
+    GAIN_SHARE,
+    INITIAL_STEPS,
+    STEPS_PER_TOKEN,
+    LossBudget,
+    PlannedRound,
+    choose_nodes,
+    choose_sources,
+)
 
 
 def costs(per_node: float = 0.05, **draft: float) -> Costs:
@@ -36,13 +44,11 @@ class Level:
     def __init__(self, name: str, *levels: float, exclusive_tree: bool = False, nodes: int = 0):
         self.name, self.levels, self.depth = name, levels, len(levels)
         self.drafter = SimpleNamespace(exclusive_tree=exclusive_tree)
-        self.nodes, self.nodes_per_level = nodes, NODES_PER_LEVEL
+        self.sizes = dict.fromkeys(range(9), nodes) if nodes else {}
+        self.nodes_per_level = NODES_PER_LEVEL
 
     def level_rate(self, row: int, depth: int) -> float:
         return self.levels[depth - 1]
-
-    def last_size(self, row: int, default: int) -> int:
-        return self.nodes or default
 
 
 def ask(trees: dict[int, MergedTree], known: Costs, *sources: Any, room: int = 9) -> PlannedRound:
@@ -176,3 +182,54 @@ def test_a_level_of_a_chain_is_sent_too_and_one_of_a_tree_is_not() -> None:
     assert chosen.level_cost(chain, 2, 4, 1) == pytest.approx(3.0 * 0.25)  # type: ignore[arg-type]
     chain.nodes_per_level = 1
     assert chosen.level_cost(chain, 2, 4, 1) == pytest.approx(3.0 * 0.35)  # type: ignore[arg-type]
+
+
+def most(budget: LossBudget, tokens: float = 0.0) -> float:
+    """How long a round may take, in plain steps."""
+    return max(n / 100 for n in range(10_000) if budget.allows(tokens, n / 100, 1.0))
+
+
+class TestLossBudget:
+    """It bounds losses; gains are credited to it."""
+
+    def test_a_round_may_cost_what_is_left_on_top_of_a_plain_step(self) -> None:
+        budget = LossBudget()
+        assert most(budget) == pytest.approx(1 + INITIAL_STEPS, abs=0.011)
+        budget.record_round(1.0, 0.06, 0.04)
+        assert budget.steps == pytest.approx(INITIAL_STEPS + STEPS_PER_TOKEN - 0.5)
+        budget.record_round(1.0, 0.4, 0.04)
+        assert most(budget) == 1.0
+
+    def test_plain_steps_refill_it_slowly(self) -> None:
+        budget = LossBudget()
+        budget.record_round(1.0, 3.0, 1.0)
+        for _ in range(int((2 - INITIAL_STEPS) / STEPS_PER_TOKEN)):
+            assert not budget.allows(0.0, 1.0 + 2 * STEPS_PER_TOKEN, 1.0)
+            budget.record_round(1.0, 1.0, 1.0)
+
+    def test_gains_count(self) -> None:
+        budget = LossBudget()
+        budget.record_round(3.0, 1.5, 1.0)
+        assert budget.steps == pytest.approx(INITIAL_STEPS + 1.5 + 3 * STEPS_PER_TOKEN)
+
+    def test_drafts_with_an_expected_gain_of_several_times_their_cost_may_be_tried(self) -> None:
+        budget = LossBudget()
+        budget.record_round(1.0, 9.0, 1.0)
+        assert budget.allows(1.5 + 0.5 / GAIN_SHARE, 1.5, 1.0)
+        assert not budget.allows(1.4 + 0.5 / GAIN_SHARE, 1.5, 1.0)
+        assert not budget.allows(1.6, 1.5, 1.0)
+
+    def test_the_worst_that_can_happen_stays_within_the_bound(self) -> None:
+        """Rounds that use the whole budget and gain nothing."""
+        budget, lost = LossBudget(), 0.0
+        for _ in range(500):
+            spent = 1.0 + max(budget.steps, 0.0)
+            assert budget.allows(1.0, spent, 1.0)
+            budget.record_round(1.0, spent, 1.0)
+            lost += spent - 1.0
+        assert lost == pytest.approx(INITIAL_STEPS + STEPS_PER_TOKEN * 499)
+
+    def test_steps_that_cost_nothing(self) -> None:
+        budget = LossBudget()
+        budget.record_round(1.0, 0.0, 0.0)
+        assert budget.allows(1.0, 0.0, 0.0)
