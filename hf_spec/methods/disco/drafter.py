@@ -29,11 +29,11 @@ from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.methods.disco.classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.methods.draft_model.config import DraftConfig, wide_tree
 from hf_spec.methods.draft_model.drafter import DraftModelConfig
-from hf_spec.methods.draft_model.loading import resolve_draft_model
-from hf_spec.methods.draft_model.other_tokenizer.assistant import (
+from hf_spec.methods.draft_model.loading import (
     AssistantWithTokenizers,
     LoadedDraft,
     find_draft,
+    resolve_draft_model,
 )
 from hf_spec.methods.draft_model.truncated import truncated_draft
 from hf_spec.methods.registry import register

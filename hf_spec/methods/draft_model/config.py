@@ -13,7 +13,7 @@ from hf_spec.drafting.config import AUTO
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.draft_model.drafter import DraftModelConfig
-from hf_spec.methods.draft_model.other_tokenizer.assistant import find_draft
+from hf_spec.methods.draft_model.loading import find_draft
 from hf_spec.methods.registry import register
 
 

@@ -16,6 +16,6 @@ al. 2024, arXiv 2411.04975, section 3): the draft is a tree of the most frequent
 size is proportional to the length of the match, and its score is the expected number of accepted
 tokens.
 
-Files: `drafter` (config, n-gram index, LLMA), `answer_store` (store of answers and its search),
-`answers_drafter` (recording answers, drafting from them).
+Files: `drafter` (config, n-gram index, LLMA), `answer_store` (store of answers, its search, and the
+drafters that use it).
 """

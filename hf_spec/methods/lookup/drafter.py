@@ -26,10 +26,11 @@ from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.lookup.answer_store import (
     LONGEST_MATCH,
     SEPARATOR,
+    AnswerRecorder,
+    AnswersDrafter,
     LookupStore,
     find_draft,
 )
-from hf_spec.methods.lookup.answers_drafter import AnswerRecorder, AnswersDrafter
 from hf_spec.methods.registry import register
 
 # Defaults where only the other one is configured.
@@ -68,11 +69,7 @@ def _make(config: LookupConfig, target: PreTrainedModel, assistant: object) -> D
 def find_store(
     across_answers: bool, target: PreTrainedModel, store: LookupStore | None
 ) -> LookupStore | None:
-    """Return `store` or, with `across_answers`, the store that is cached on the target.
-
-    Raises:
-        OptionError: if the store holds answers in another vocabulary.
-    """
+    """Return `store` or, with `across_answers`, the store that is cached on the target."""
     size = num_embeddings(target)
     if store is None and across_answers:
         store = cached_per_model(target, ("answers", size), LookupStore)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from hf_spec.methods.draft_model.other_tokenizer.text_tokens import (
+from hf_spec.methods.draft_model.other_tokenizer.tokenizers import (
     CONTEXT_TOKENS,
     REPLACEMENT,
+    TokenizerPair,
     TokenSpan,
     context_start,
 )
-from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenizerPair
 
 # Characters at the end of a text whose tokens may change when the text grows.
 UNSTABLE_CHARACTERS = 64

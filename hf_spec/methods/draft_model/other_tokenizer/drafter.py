@@ -23,12 +23,13 @@ from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.methods.draft_model.other_tokenizer.draft_text import DraftText
-from hf_spec.methods.draft_model.other_tokenizer.text_tokens import (
+from hf_spec.methods.draft_model.other_tokenizer.tokenizers import (
     REPLACEMENT,
+    TokenizerPair,
+    TokenMap,
     common_length,
     context_start,
 )
-from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenizerPair, TokenMap
 
 # Coverage of the target's vocabulary from which "shared" is the default. Gemma 3 covers 94% of
 # SmolLM2's, where both ways are equally fast; SmolLM2 covers 18% of Gemma's.
