@@ -199,7 +199,7 @@ class PardDrafter(DraftModelDrafter):
         scores = self.policy.score(probs, [state.generated[row] + place for row, place in places])
         if scores is None:
             scores = token_probs.new_zeros(len(rows))
-        columns = (*fetch_all([tokens, token_probs, scores]), probs)
+        columns: list[Any] = [*fetch_all([tokens, token_probs, scores]), probs]
         predicted, end = {}, 0
         for row, depth in depths.items():
             start, end = end, end + depth
@@ -215,9 +215,9 @@ class PardDrafter(DraftModelDrafter):
         while growing := [row for row in growing if level + 1 < depths[row]]:
             newest = []
             for row in growing:
-                tokens, chances, score, _ = (column[level] for column in predicted[row])
+                tokens, chances = predicted[row].tokens[level], predicted[row].token_probs[level]
                 reach[row] *= min(1.0, sum(chances))
-                position = state.generated[row] + level
+                position, score = state.generated[row] + level, predicted[row].scores[level]
                 newest.append(DraftedToken(row, tokens[0], position, chances[0], score, reach[row]))
             level += 1
             if level < self.config.min_draft_tokens:

@@ -55,13 +55,7 @@ MERGED_ENTRY = "sdsat_merged_lora"
 
 @dataclass(frozen=True)
 class AdaptiveShape:
-    """Kind of adaptive tokens.
-
-    Attributes:
-        mode: see the module.
-        diverse: one embedding per position of a chain.
-        window: L, the longest chain in training.
-    """
+    """Kind of adaptive tokens; `window` is L, the longest chain in training."""
 
     mode: str
     diverse: bool
@@ -71,39 +65,21 @@ class AdaptiveShape:
 class AdaptiveTokens:
     """Adaptive tokens of one model; implements `VirtualTokens`.
 
-    Args:
-        shape: their kind.
-        embeddings: (1, H), or (L, H) if diverse, in the scale of `inputs_embeds`.
-        lora: weights of the gated LoRA; none by default.
-        everywhere: apply the LoRA at all positions; for training only.
+    `embeddings` are (1, H), or (L, H) if diverse, in the scale of `inputs_embeds`.
     """
 
-    def __init__(
-        self,
-        shape: AdaptiveShape,
-        embeddings: Tensor,
-        lora: LoraWeights | None = None,
-        everywhere: bool = False,
-    ):
+    def __init__(self, shape: AdaptiveShape, embeddings: Tensor, lora: LoraWeights | None = None):
         self.shape = shape
         self.embeddings = embeddings
         self.lora = GatedLora(lora or {})
-        self.everywhere = everywhere
 
     def chain(self, length: int) -> list[int]:
         """Return the virtual ids of a chain of adaptive tokens."""
         return [-1 - slot if self.shape.diverse else -1 for slot in range(length)]
 
-    @property
-    def longest_chain(self) -> int | None:
-        """Maximum length of a chain; None if unbounded."""
-        return self.embeddings.shape[0] if self.shape.diverse else None
-
-    @contextmanager
-    def active(self, model: PreTrainedModel) -> Iterator[None]:
+    def active(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         """Install the LoRA's hooks on `model`; they act only inside `acting` or `embedded`."""
-        with self.lora.installed(model):
-            yield
+        return self.lora.installed(model)
 
     @property
     def acts_on_layers(self) -> bool:
@@ -120,17 +96,15 @@ class AdaptiveTokens:
     def acting(self, token_ids: Tensor) -> AbstractContextManager[None]:
         """See `VirtualTokens.acting`."""
         rows: Rows = slice(0, token_ids.numel())
-        if not self.everywhere:
+        # A LoRA of mode "lora" is here only in training; later it is merged.
+        if self.shape.mode != "lora":
             indices = (token_ids < 0).flatten().nonzero()[:, 0]
             rows = _as_slice(indices, indices.to(self.embeddings.device))
         return self.lora.acting_on(rows, token_ids.numel())
 
     @contextmanager
     def embedded(self, model: PreTrainedModel, token_ids: Tensor) -> Iterator[Tensor]:
-        """Combine `embed` and `acting` for a forward pass outside the engine.
-
-        `token_ids` may be on any device.
-        """
+        """Combine `embed` and `acting` for a forward pass outside the engine, with ids anywhere."""
         table: Any = model.get_input_embeddings()
         with self.acting(token_ids.cpu()):
             yield self.embed(model, token_ids.to(execution_device(table)))
@@ -149,10 +123,7 @@ def adaptive_tokens(
 ) -> tuple[AdaptiveTokens, dict[str, Any]]:
     """Return the adaptive tokens for `assistant=`, and the options they were saved with.
 
-    Args:
-        model: the target.
-        assistant: a folder, a Hub id or a `SpecAdapter`; None for a model fine-tuned with adaptive
-            tokens in its vocabulary (mode "full").
+    None is for a model fine-tuned with adaptive tokens in its vocabulary (mode "full").
 
     Raises:
         AssistantError: if there are none, or they belong to another model.
@@ -214,9 +185,6 @@ def merge_lora(model: PreTrainedModel, assistant: object) -> PreTrainedModel:
     """Merge the LoRA of a mode "lora" adapter into `model` in place, which changes its output.
 
     A digest of the LoRA is stored in the model's config, so that `assistant=` accepts the adapter.
-
-    Raises:
-        AssistantError: if the adapter has another mode, or the model has a merged LoRA already.
     """
     adapter = _adapter_of(assistant)
     adapter.base.check(model)

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
 from hf_spec.common.errors import OptionError
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.draft_model.truncated import without_head
 from hf_spec.methods.feature_pairs.draft_head import check_plain_head
 from hf_spec.methods.sdsat.adaptive_tokens import CONFIG_ENTRY, AdaptiveShape, AdaptiveTokens
@@ -82,18 +83,8 @@ def train_sdsat(
 ) -> SpecAdapter | None:
     """Train adaptive tokens and write their adapter, or the fine-tuned model, to `folder`.
 
-    Checkpoint and metrics are written to its `training` folder.
-
-    Args:
-        model: the target, frozen, except in mode "full", which trains it in place.
-        examples: answers; their target distributions are used if `soft_weight` is not 0.
-        folder: where the result is written.
-        settings: of the adaptive tokens and their loss.
-        run: of the optimization.
-        tokenizer: for infilling, and to be saved with a fine-tuned model.
-
-    Returns:
-        The adapter; None in mode "full".
+    Checkpoint and metrics are written to its `training` folder. Mode "full" trains `model` in
+    place and returns None. The tokenizer is for infilling, and is saved with a fine-tuned model.
 
     Raises:
         UnsupportedError: if the target changes its logits after the head.
@@ -116,10 +107,8 @@ def train_sdsat(
     record = {**asdict(settings), "examples": len(examples)}
     log = folder / "training"
     try:
-        sources = learned_from(model, [example.response for example in examples])
-        metrics = train(
-            student.parameters, student.loss, epochs, run, log, evaluate, {**record, **sources}
-        )
+        facts = {**record, **learned_from(model, [example.response for example in examples])}
+        metrics = train(student.parameters, student.loss, epochs, run, log, evaluate, facts)
     finally:
         student.release()
     options = {
@@ -147,7 +136,6 @@ class Student:
 
     Attributes:
         tokens: the adaptive tokens; in mode "full" they hold the model's whole table.
-        parameters: trained parameters by name.
         token_ids: vocabulary rows of the adaptive tokens in mode "full".
     """
 
@@ -172,7 +160,7 @@ class Student:
         embeddings = nn.Parameter(_mean_embedding(model).repeat(settings.num_kinds, 1))
         has_lora = settings.mode != "embeddings"
         lora = new_lora(model, settings.rank, settings.targets) if has_lora else {}
-        self.tokens = AdaptiveTokens(shape, embeddings, lora, everywhere=settings.mode == "lora")
+        self.tokens = AdaptiveTokens(shape, embeddings, lora)
         self.parameters = {"embeddings": embeddings}
         for name, (down, up) in lora.items():
             self.parameters |= {f"{name}.down": down, f"{name}.up": up}
@@ -216,7 +204,6 @@ class Student:
         return [draw_windows(text.free(), length, generator, share) for text in texts]
 
     def _branched(self, texts: Sequence[Text], generator: torch.Generator) -> Loss:
-        """Layout "branches": windows run as chains after the clean text."""
         chains = [windows.chains for windows in self._windows(texts, generator)]
         if not any(length for of_text in chains for _, length in of_text):
             # Answers of one or two tokens have no window; keep a graph with zero gradients.
@@ -250,12 +237,10 @@ class Student:
     ) -> Tensor:
         """Return (positions, V) logits of texts in which `slots` (None: none) are adaptive."""
         rows = [torch.tensor(text.tokens) for text in texts]
-        if slots is not None:
-            kinds = [slot if self.settings.diverse else slot.clamp_max(0) for slot in slots]
-            rows = [
-                torch.where(kind >= 0, self._ids(kind), row)
-                for row, kind in zip(rows, kinds, strict=True)
-            ]
+        token_ids = torch.tensor(self.token_ids or self.tokens.chain(self.settings.num_kinds))
+        for index, slot in enumerate(slots or ()):
+            kinds = slot if self.settings.diverse else slot.clamp_max(0)
+            rows[index] = torch.where(kinds >= 0, token_ids[kinds.clamp_min(0)], rows[index])
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         # Padding on the right is never read, since attention is causal.
         indices = torch.tensor(positions, dtype=torch.long).reshape(-1, 2).T
@@ -269,18 +254,8 @@ class Student:
             head: Any = self.model.get_output_embeddings()
             return head(hidden[indices[0], indices[1]])
 
-    def _ids(self, kinds: Tensor) -> Tensor:
-        """Return token ids of kinds of adaptive tokens: virtual, or vocabulary rows in "full"."""
-        if not self.token_ids:
-            return -1 - kinds
-        return torch.tensor(self.token_ids)[kinds.clamp_min(0)]
-
     def _cross_entropy(self, logits: Tensor, texts: Sequence[Text], positions: Positions) -> Tensor:
-        """Return the cross-entropy summed over positions.
-
-        Positions with a stored target distribution have (1 - soft_weight) times that with the token
-        plus soft_weight times that with the distribution.
-        """
+        """Return the cross-entropy summed over positions, see `SdsatTrainSettings.soft_weight`."""
         log_probs = logits.float().log_softmax(dim=-1)
         labels = torch.tensor([texts[row].tokens[p + 1] for row, p in positions], dtype=torch.long)
         hard = -log_probs.gather(-1, labels.to(log_probs.device)[:, None])[:, 0]
@@ -314,10 +289,9 @@ def _mean_embedding(model: PreTrainedModel) -> Tensor:
 
 def _vocabulary_rows(model: PreTrainedModel, settings: SdsatTrainSettings) -> list[int]:
     """Return the vocabulary rows of the adaptive tokens; append rows unless `token_ids` is set."""
-    table: Any = model.get_input_embeddings()
-    size = table.weight.shape[0]
+    size = num_embeddings(model)
     if settings.token_ids:
-        if not all(0 <= token < size for token in settings.token_ids):
+        if not all(token < size for token in settings.token_ids):
             raise OptionError(
                 f"token_ids={settings.token_ids}: the model has {size} tokens; choose rows below"
             )

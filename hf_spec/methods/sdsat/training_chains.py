@@ -53,7 +53,7 @@ class Text:
     def of(cls, example: Example) -> Text:
         """Return prompt and answer of an example."""
         prompt, answer = example.response.prompt, example.response.response
-        top = (example.top_tokens, example.top_probs)
+        top = example.top_tokens, example.top_probs
         return cls([*prompt, *answer], len(prompt), frozenset(), *top)
 
     def free(self) -> Tensor:
@@ -120,12 +120,7 @@ def run_chains(
 
     The clean texts, of any lengths, run first without gradients. Their keys and values are stored
     like those of a chain of tree nodes, so only the adaptive tokens run as a tree after them.
-
-    Args:
-        model: the target.
-        tokens: its adaptive tokens.
-        texts: clean texts.
-        chains: per text (start, length) of chains; the first adaptive token is at position start.
+    `chains` are (start, length) per text; the first adaptive token is at position start.
 
     Returns:
         (M, V) logits at the adaptive tokens, and the (text, position) of each.
@@ -170,9 +165,8 @@ def agreement(
     Chains start at `num_positions` of each text, evenly spread; those near its end are shorter.
 
     Returns:
-        "slot_j", the share of correct tokens at the j-th adaptive token; "slot_j_given", the same
-        among chains that are correct before it; "accepted", the mean number of correct tokens
-        before the first wrong one; "tokens_per_forward", 1 + accepted / 2, for the published loop.
+        The figures of `by_slot`; "accepted", the mean number of correct tokens before the first
+        wrong one; "tokens_per_forward", 1 + accepted / 2, for the published loop.
     """
     correct: list[list[bool]] = []
     for begin in range(0, len(texts), EVALUATION_BATCH):

@@ -40,12 +40,7 @@ class TokenSpan:
 
 
 class TextTokens:
-    """Tokenizer of a model.
-
-    Args:
-        tokenizer: a fast tokenizer.
-        size: number of embeddings of the model.
-        name: argument name of the tokenizer, for error messages.
+    """Tokenizer of a model with `size` embeddings; `name` is its argument name for messages.
 
     Attributes:
         special_ids: ids of tokens without text.
@@ -69,21 +64,12 @@ class TextTokens:
             )
         self.tokenizer = tokenizer
         self.size = size
-        extra = tokenizer.added_tokens_decoder.items()
-        self.special_ids = {
-            *tokenizer.all_special_ids,
-            *(token for token, added in extra if added.special),
-        }
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_ids = {*tokenizer.all_special_ids, *(t for t, kind in added if kind.special)}
         plain = self._encode(["a"], False)["input_ids"][0]
         framed = self._encode(["a"], True)["input_ids"][0]
         added_around = framed[: len(framed) - len(plain)]
         self.prefix_ids: list[int] = list(takewhile(self.special_ids.__contains__, added_around))
-
-    @cached_property
-    def letter_id(self) -> int | None:
-        """Id of a token that ends in a letter; None if the tokenizer has none."""
-        spans = self.encode("a")
-        return spans[-1].token if spans else None
 
     def encode(self, text: str) -> list[TokenSpan]:
         """Return the tokens of `text`, without those that the model lacks."""
@@ -106,12 +92,6 @@ class TextTokens:
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens at the beginning of a text, without special tokens."""
         return str(self.tokenizer.backend_tokenizer.decode(list(tokens)))
-
-    def decode_all(self, sequences: list[list[int]]) -> list[str]:
-        """Decode many token sequences in one call, see `decode`."""
-        # A single call into compiled code: a vocabulary may have 250,000 tokens.
-        texts: list[str] = self.tokenizer.backend_tokenizer.decode_batch(sequences)
-        return texts
 
     def decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
         """Return the text of `tokens` after the tokens `before`."""
@@ -191,11 +171,7 @@ class TokenizerPair:
 
     @cached_property
     def shared(self) -> TokenMap:
-        """The tokens of both vocabularies.
-
-        Raises:
-            AssistantError: if there are none.
-        """
+        """The tokens of both vocabularies; raises `AssistantError` if there are none."""
         if not self._same_text:
             raise AssistantError(
                 "the tokenizers of target and draft model have no token in common; use "
@@ -213,9 +189,7 @@ class TokenizerPair:
 class TokenMap:
     """Map between the shared tokens of two vocabularies.
 
-    Attributes:
-        pairs: target id -> draft id.
-        size: V, the target's vocabulary size.
+    `pairs` is target id -> draft id; `size` is V, the target's vocabulary size.
     """
 
     def __init__(self, pairs: dict[int, int], size: int):
@@ -239,16 +213,20 @@ class TokenMap:
 
 def _ids_by_text(tokens: TextTokens) -> dict[str, int]:
     """Return decoded text after a letter -> id; parts of characters by their marked name."""
-    if tokens.letter_id is None:
+    spans = tokens.encode("a")
+    if not spans:
         return {}
+    letter_id = spans[-1].token
+    letter = tokens.decode([letter_id])
     names = tokens.tokenizer.convert_ids_to_tokens(range(min(len(tokens.tokenizer), tokens.size)))
-    letter = tokens.decode([tokens.letter_id])
     with_text = [
         token
         for token, name in enumerate(names)
         if name is not None and token not in tokens.special_ids and not _is_byte(name)
     ]
-    texts = tokens.decode_all([[tokens.letter_id, token] for token in with_text])
+    # A single call into compiled code: a vocabulary may have 250,000 tokens.
+    pairs = [[letter_id, token] for token in with_text]
+    texts = tokens.tokenizer.backend_tokenizer.decode_batch(pairs)
     ids: dict[str, int] = {}
     for token, text in zip(with_text, texts, strict=True):
         own_text = text[len(letter) :] if text.startswith(letter) else ""
