@@ -25,7 +25,6 @@ from hf_spec.drafting.length_policy import (
     register_policy,
 )
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.methods.disco.classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.methods.draft_model.config import DraftConfig, wide_tree
 from hf_spec.methods.draft_model.drafter import DraftModelConfig
@@ -35,7 +34,8 @@ from hf_spec.methods.draft_model.loading import (
     find_draft,
     resolve_draft_model,
 )
-from hf_spec.methods.draft_model.truncated import truncated_draft
+from hf_spec.methods.draft_model.truncated import PREFIX
+from hf_spec.methods.loading import find_assistant
 from hf_spec.methods.registry import register
 
 # Largest draft length that an adapter may contain.
@@ -98,11 +98,11 @@ def _load_policy(
 ) -> DiscoPolicy:
     adapter.base.check(target)
     longest, threshold = config.max_draft_tokens, config.acceptance_threshold
-    return DiscoPolicy(
-        _calibrated(adapter, "max_draft_tokens", 1, LONGEST, int) if longest is None else longest,
-        _calibrated(adapter, "threshold", 0, 1, float, int) if threshold is None else threshold,
-        DiscoClassifier.from_adapter(adapter),
-    )
+    if longest is None:
+        longest = _calibrated(adapter, "max_draft_tokens", 1, LONGEST, int)
+    if threshold is None:
+        threshold = _calibrated(adapter, "threshold", 0, 1, float, int)
+    return DiscoPolicy(longest, threshold, DiscoClassifier.from_adapter(adapter))
 
 
 def _calibrated(adapter: SpecAdapter, name: str, low: float, high: float, *kinds: type) -> Any:
@@ -186,18 +186,12 @@ def read_adapter(name: str) -> SpecAdapter:
 
 
 def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
-    """Return the draft model that the adapter's option `draft` names.
-
-    Raises:
-        AssistantError: if it names none, or one that does not fit the target.
-    """
+    """Return the draft model that the adapter's option `draft` names, checked against `target`."""
     named: Any = adapter.options.get("draft")
     if isinstance(named, dict) and set(named) == {"truncated"}:
         what = f"{adapter.folder or 'the adapter'}: draft"
         depth = whole_number(what, named, "truncated", 1, adapter.base.num_layers - 1)
-        draft = cached_per_model(
-            target, ("truncated", depth), lambda: truncated_draft(target, depth)
-        )
+        draft = find_assistant(f"{PREFIX}{depth}", target, None)
         return resolve_draft_model(METHOD, draft, target)
     if isinstance(named, str):
         return resolve_draft_model(METHOD, beside(adapter, named), target)

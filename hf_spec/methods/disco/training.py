@@ -59,18 +59,15 @@ DraftSpec = PreTrainedModel | str | dict[str, int]
 
 @dataclass(frozen=True)
 class Observed:
-    """Draft model predictions at the T positions of one answer.
+    """Draft model predictions at the T positions of one answer to the prompt `id`.
 
     Attributes:
-        id: prompt id.
-        task: task of the prompt.
         features: (T, 12) float32, see `draft_features`.
         matched: (T,) bool, True where the most probable draft token is the target's.
         labels: (T,) float32 labels for training.
     """
 
     id: str
-    task: str
     features: Tensor
     matched: Tensor
     labels: Tensor
@@ -84,11 +81,9 @@ def run_training(job: TrainingJob) -> TrainingResult:
     named: DraftSpec = draft if draft is not None else {"truncated": layers}
     answers, tasks = job.answers(), job.options.tasks or None
     adapter = train_disco(job.target, named, answers, job.out, job.settings, tasks)
-    # Figures of the classifier and of fixed rules on the held-out prompts.
     validation = adapter.options["validation"]
-    keys = ("precision", "recall", "f1")
     rows = [
-        (rule, name, *(f"{figures[key]:.2f}" for key in keys))
+        (rule, name, *(f"{figures[key]:.2f}" for key in ("precision", "recall", "f1")))
         for rule, classes in validation["rules"].items()
         for name, figures in classes.items()
     ]
@@ -107,16 +102,9 @@ def train_disco(
 ) -> SpecAdapter:
     """Train a classifier for a target and a draft model, and write its adapter to `folder`.
 
-    Observations are cached in `folder / "training"`, from where an interrupted run resumes.
-
-    Args:
-        model: the target model.
-        draft: the draft model. Its name is stored in the adapter; a folder is stored relative to
-            `folder` and must be beside or inside it.
-        responses: greedy answers of the target.
-        folder: output folder.
-        settings: training settings.
-        tasks: use only the answers of these tasks.
+    Observations are cached in `folder / "training"`, from where an interrupted run resumes. The
+    name of the draft model is stored in the adapter; a folder is stored relative to `folder` and
+    must be beside or inside it. `responses` are greedy answers, of which `tasks` may select some.
 
     Raises:
         OptionError: if there are too few answers, or `folder` contains another run.
@@ -161,17 +149,15 @@ def observe(
     folder: Path,
     labels: str,
 ) -> list[Observed]:
-    """Return the draft model's predictions at every position of `responses`.
+    """Return the draft model's predictions at every position of `responses`, cached in `folder`.
 
-    The target runs only if `labels` is "soft". Observations are cached in `folder`.
-
-    Raises:
-        OptionError: if `folder` contains observations of other models, labels or responses.
+    The target runs only if `labels` is "soft". Observations of other models, labels or responses in
+    `folder` raise `OptionError`.
     """
     facts = {"draft": _digest(draft), "target": _digest(model), "labels": labels}
     compute = partial(_predict, model, draft, labels)
     return [
-        Observed(response.id, response.task, **tensors)
+        Observed(response.id, **tensors)
         for response, tensors in stored(folder, "observed", responses, facts, compute)
     ]
 
@@ -219,14 +205,13 @@ def evaluate(
 
     An answer is divided into the rounds of an ideal drafter, which drafts up to and including its
     first mismatch. So every position is the j-th draft token of one round. The static length k
-    predicts acceptance for j < k; the confidence rule if the largest draft probability is at least
-    0.4; the classifier if its prediction is at least `threshold`. The truth is `Observed.matched`.
+    predicts acceptance for j < k. The truth is `Observed.matched`.
 
     Returns:
         "acceptance": the share of accepted positions; "rules": rule ("disco", "confidence",
         "static 1", ...) -> class ("accepted", "rejected") -> metrics.
     """
-    features, _ = _concatenate(observed)
+    features = torch.cat([o.features for o in observed])
     matched = torch.cat([o.matched for o in observed])
     places = torch.cat([round_places(o.matched) for o in observed])
     predictions = {

@@ -7,7 +7,7 @@ cache, so it never runs a token twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, ClassVar
@@ -59,11 +59,8 @@ class DraftModelConfig(LevelConfig):
 class DraftModelDrafter(LevelDrafter):
     """Grows a chain, a tree or a graph per row with a draft model.
 
-    Args:
-        config: its options.
-        model: the draft model.
-        policy: the length policy; by default the configured one, if that needs no adapter.
-        vocab_size: V of the target, if padding makes the draft model's differ.
+    `policy` is by default the configured one, if that needs no adapter; `vocab_size` is V of the
+    target, if padding makes the draft model's differ.
     """
 
     # From `start` on.
@@ -94,22 +91,18 @@ class DraftModelDrafter(LevelDrafter):
         """Empty the KV cache of every row."""
         super().start(state)
         self._runner = self._make_runner(state.num_rows)
-        self._head = None if self._translates else _restricted_head(self.model)
-        if self._head is not None and self._head.vocabulary is not None:
-            token_ids = self._head.vocabulary.to(state.device)
-            self.restrict_vocabulary(token_ids, self._head.full_size)
         self._runner.expected_length = state.expected_length
+        # A trained draft model may draft some tokens only.
+        head: Any = self.model.get_output_embeddings()
+        self._head = None
+        if isinstance(head, FewTokensHead) and head.vocabulary is not None and not self._translates:
+            self._head = head
+            self.restrict_vocabulary(head.vocabulary.to(state.device), head.full_size)
 
     @property
     def _translates(self) -> bool:
         """True if the target's token ids differ from the draft model's."""
         return self.vocab_size not in (None, num_embeddings(self.model))
-
-    def _draft_vocab_logits(self) -> AbstractContextManager[None]:
-        """Restrict logits to `draft_vocab_ids`, unless a processor reads token ids."""
-        if self._head is None or self.processors.reads_tokens:
-            return nullcontext()
-        return self._head.restrict_logits()
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
         batching, size = self.config.batching, self.vocab_size
@@ -149,17 +142,12 @@ class DraftModelDrafter(LevelDrafter):
         drafts = {row: growth.expanded_subtree(row) for row in growth.rows}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
         nodes = [n for row in growth.rows for n in tree.nodes(row)[-growth.num_nodes(row) :]]
-        with self._draft_vocab_logits():
+        # A processor that reads token ids needs the logits of all tokens.
+        head = None if self.processors.reads_tokens else self._head
+        with nullcontext() if head is None else head.restrict_logits():
             if growth.tokens_on_device:
                 tokens = DeviceTokens(growth.tokens, growth.visible).to(self._runner.device)
                 output = self._runner.forward_device_tokens(tree, state.tokens, nodes, tokens)
             else:
                 output = self._runner.forward(tree, state.tokens, nodes)
         return self.processed(state, growth, output.logits.to(state.device, torch.float32))
-
-
-def _restricted_head(model: PreTrainedModel) -> FewTokensHead | None:
-    """Return the head of a draft model that can draft some tokens only; None for others."""
-    head: Any = model.get_output_embeddings()
-    restricted = isinstance(head, FewTokensHead) and head.vocabulary is not None
-    return head if restricted else None

@@ -71,16 +71,9 @@ def train_draft(
         return acceptance(distillation.matches([held[i : i + 16] for i in range(0, len(held), 16)]))
 
     record = {**asdict(settings), "examples": len(examples)}
-    sources = learned_from(model, [example.response for example in examples])
-    metrics = train(
-        parameters,
-        distillation.loss,
-        epochs,
-        run,
-        folder / "training",
-        evaluate,
-        {**record, **sources},
-    )
+    facts = {**record, **learned_from(model, [example.response for example in examples])}
+    log = folder / "training"
+    metrics = train(parameters, distillation.loss, epochs, run, log, evaluate, facts)
     options = {"training": {**record, **asdict(run)}, "held_back": metrics}
     return save_trained(folder, draft.to_adapter(options))
 

@@ -119,7 +119,10 @@ class TestCommonTokens:
         for a, b in both.shared.pairs.items():
             if a not in both.special_ids:
                 sides = (both.target, a), (both.draft, b)
-                said = [side.decode_after([side.letter_id], [token]) for side, token in sides]
+                said = [
+                    side.decode_after([side.encode("a")[-1].token], [token])
+                    for side, token in sides
+                ]
                 assert said[0] == said[1]
 
     def test_a_part_of_a_vocabulary_is_common_as_a_whole(self) -> None:
