@@ -28,13 +28,10 @@ STEPS = 3
 def export_head(
     name: str | os.PathLike[str], out: Path, engine: str, model: str | None = None
 ) -> str:
-    """Write an EAGLE-3 head in the layout of another engine.
+    """Write an EAGLE-3 head in the layout of another engine ("vllm" or "sglang").
 
-    Args:
-        name: folder or Hub id of a head of `hf-spec train eagle`, or a published one.
-        out: a new or empty folder; gets config, weights and a card.
-        engine: "vllm" or "sglang".
-        model: the target, of which only the config is read. Default: the one that the head names.
+    `out`, a new or empty folder, gets config, weights and a card. Of the target, by default the one
+    that the head names, only the config is read.
 
     Returns:
         The command that starts the engine with the head.
@@ -46,13 +43,15 @@ def export_head(
     """
     check_new_folder(out)
     head = _exportable(os.fspath(name))
-    named = _verifier_name(head.config)
+    named, steps = _target_and_steps(head.config)
     if model is None and named is None:
         raise OptionError(f"{head.name} does not name its target; pass --model")
-    verifier = _verifier(model or str(named), named)
+    # By default transformers asks on the terminal whether to run a model's own code.
+    target = load_named(AutoConfig, model or str(named), trust_remote_code=False)
+    architectures = tuple(target.architectures or ())
+    verifier = Verifier(named or str(model), architectures, target.get_text_config())
     tensors = canonical_names(head.tensors)
     spec = read_spec(head, tensors, verifier.text)
-    steps = _steps(head.config)
     config, tensors = LAYOUTS[engine](spec, tensors, verifier, steps)
     # Cards are shared: no local paths.
     card = _card(head, verifier, _command(engine, verifier, out.name, spec, steps))
@@ -79,28 +78,18 @@ def _exportable(name: str) -> PublishedHead:
     return head
 
 
-def _verifier_name(config: Mapping[str, Any]) -> str | None:
-    """Return the target that a head names; None if it names none."""
+def _target_and_steps(config: Mapping[str, Any]) -> tuple[str | None, int]:
+    """Return the target that a head names, if any, and its number of steps."""
     inner = config.get("speculators_config")
-    verifier = inner.get("verifier") if isinstance(inner, Mapping) else None
+    inner = inner if isinstance(inner, Mapping) else {}
+    verifier, methods = inner.get("verifier"), inner.get("proposal_methods")
     name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
-    return name if isinstance(name, str) and name else None
-
-
-def _verifier(model: str, named: str | None) -> Verifier:
-    """Return the target `model` under the name that its head has for it, if any."""
-    # By default transformers asks on the terminal whether to run a model's own code.
-    config = load_named(AutoConfig, model, trust_remote_code=False)
-    architectures = tuple(config.architectures or ())
-    return Verifier(named or model, architectures, config.get_text_config())
-
-
-def _steps(config: Mapping[str, Any]) -> int:
-    inner = config.get("speculators_config")
-    methods = inner.get("proposal_methods") if isinstance(inner, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None
     steps = first.get("speculative_tokens") if isinstance(first, Mapping) else None
-    return steps if type(steps) is int and steps > 0 else STEPS
+    return (
+        name if isinstance(name, str) and name else None,
+        steps if type(steps) is int and steps > 0 else STEPS,
+    )
 
 
 def _command(engine: str, verifier: Verifier, head: str, spec: EagleSpec, steps: int) -> str:

@@ -15,7 +15,4 @@ With `across_answers`, drafts are also copied from earlier answers, as in Suffix
 al. 2024, arXiv 2411.04975, section 3): the draft is a tree of the most frequent continuations, its
 size is proportional to the length of the match, and its score is the expected number of accepted
 tokens.
-
-Files: `drafter` (config, n-gram index, LLMA), `answer_store` (store of answers, its search, and the
-drafters that use it).
 """
