@@ -7,7 +7,7 @@ modules that register its adapter method and its families of published heads.
 from hf_spec.methods.auto.drafter import AutoConfig
 from hf_spec.methods.block.config import BlockConfig
 from hf_spec.methods.disco.drafter import DiscoConfig
-from hf_spec.methods.draft_model.config import DraftConfig, TreeConfig
+from hf_spec.methods.draft_model.loading import DraftConfig, TreeConfig
 from hf_spec.methods.eagle.config import EagleConfig
 from hf_spec.methods.falcon.drafter import FalconConfig
 from hf_spec.methods.gemma_assistant.drafter import GemmaAssistantConfig

@@ -26,13 +26,13 @@ from hf_spec.drafting.length_policy import (
 )
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.disco.classifier import METHOD, DiscoClassifier, draft_features
-from hf_spec.methods.draft_model.config import DraftConfig, wide_tree
-from hf_spec.methods.draft_model.drafter import DraftModelConfig
 from hf_spec.methods.draft_model.loading import (
     AssistantWithTokenizers,
+    DraftConfig,
     LoadedDraft,
     find_draft,
     resolve_draft_model,
+    wide_tree,
 )
 from hf_spec.methods.draft_model.truncated import PREFIX
 from hf_spec.methods.loading import find_assistant
@@ -83,7 +83,7 @@ class MeasuredDiscoPolicy(MeasuredPolicy):
         return super().goes_on(tokens)
 
 
-def make_policy(config: DraftModelConfig, target: PreTrainedModel) -> DiscoPolicy:
+def make_policy(config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
     """Return the policy for `length_policy="disco"`, from the adapter that the config names."""
     if config.adapter is None:
         raise OptionError(
@@ -93,9 +93,7 @@ def make_policy(config: DraftModelConfig, target: PreTrainedModel) -> DiscoPolic
     return _load_policy(read_adapter(config.adapter), config, target)
 
 
-def _load_policy(
-    adapter: SpecAdapter, config: DraftModelConfig, target: PreTrainedModel
-) -> DiscoPolicy:
+def _load_policy(adapter: SpecAdapter, config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
     adapter.base.check(target)
     longest, threshold = config.max_draft_tokens, config.acceptance_threshold
     if longest is None:

@@ -1,4 +1,4 @@
-"""Drafts from a smaller model, grown level by level (see `hf_spec.drafting.level_drafter`).
+"""Options of `draft` (a chain) and `tree`, and the drafter of both.
 
 Each level is one forward pass of the draft model over all rows. Accepted tokens stay in its KV
 cache, so it never runs a token twice.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError, choices
+from hf_spec.drafting.config import AUTO
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth
@@ -34,7 +36,7 @@ TRANSLATIONS = ("shared", "text")
 
 
 @dataclass(frozen=True)
-class DraftModelConfig(LevelConfig):
+class DraftConfig(LevelConfig):
     """Options of drafts from a model; a chain by default.
 
     Attributes:
@@ -44,6 +46,7 @@ class DraftModelConfig(LevelConfig):
             vocabularies share at least half of the target's tokens.
     """
 
+    adapter_methods: ClassVar[tuple[str, ...] | None] = ("draft",)
     takes_tokenizers = True
 
     translation: str | None = None
@@ -54,6 +57,38 @@ class DraftModelConfig(LevelConfig):
             raise OptionError(
                 f"translation={self.translation!r}; {choices(self.translation, TRANSLATIONS)}"
             )
+
+
+@dataclass(frozen=True)
+class TreeConfig(DraftConfig):
+    """Options of a tree from a draft model; `max_draft_tokens` is its depth.
+
+    Attributes:
+        children: most children per node.
+        expanded_per_level: most nodes per level that get children, the most probable paths first.
+        max_nodes: most nodes sent to the target, root excluded, the most probable paths first;
+            "auto" lets the cost model choose; None is 15.
+        min_probability: a node less probable than this gets no children.
+        min_sibling_ratio: a child less probable than this share of its best sibling is dropped.
+    """
+
+    sizes: ClassVar[tuple[str, ...]] = ("max_draft_tokens", "max_nodes")
+    usual = MappingProxyType({"max_draft_tokens": 5, "max_nodes": 15})
+    longest = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 24})
+
+    sample_drafts: bool = False
+    children: int = 3
+    expanded_per_level: int = 4
+    max_nodes: int | str | None = AUTO
+    min_probability: float = 0.0
+    min_sibling_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("children", "expanded_per_level"):
+            self.check(name, 1)
+        for name in ("min_probability", "min_sibling_ratio"):
+            self.check(name, 0, 1)
 
 
 class DraftModelDrafter(LevelDrafter):
@@ -72,7 +107,7 @@ class DraftModelDrafter(LevelDrafter):
 
     def __init__(
         self,
-        config: DraftModelConfig,
+        config: DraftConfig,
         model: PreTrainedModel,
         policy: LengthPolicy | None = None,
         vocab_size: int | None = None,

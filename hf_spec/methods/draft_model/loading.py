@@ -1,4 +1,4 @@
-"""The draft model of a call and, if they differ, the tokenizers of target and draft model.
+"""The drafters of `draft` and `tree`, with their draft model and, if they differ, tokenizers.
 
 A draft model is passed as an object, a folder, a Hub id or an adapter of `hf-spec train draft`. The
 tokenizers are passed to `generate()` as `tokenizer=` and `assistant_tokenizer=`, as in
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +27,19 @@ from hf_spec.common.errors import (
 )
 from hf_spec.common.hub import load_named
 from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.drafting.length_policy import LengthPolicy
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.engine.models.cross_attention import attends_to_encoder, is_lone_decoder
 from hf_spec.engine.models.support_checks import check_model
-from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
+from hf_spec.methods.draft_model.drafter import DraftConfig, DraftModelDrafter, TreeConfig
 from hf_spec.methods.draft_model.other_tokenizer.drafter import make_cross_tokenizer_drafter
 from hf_spec.methods.draft_model.other_tokenizer.tokenizers import TextTokens, TokenizerPair
 from hf_spec.methods.draft_model.trained import METHOD
 from hf_spec.methods.loading import adapter_module, build_adapter, read_once, reject_published
+from hf_spec.methods.registry import register
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class LoadedDraft(NamedTuple):
     pair: TokenizerPair | None = None
 
     def drafter(
-        self, config: DraftModelConfig, policy: LengthPolicy, target: PreTrainedModel
+        self, config: DraftConfig, policy: LengthPolicy, target: PreTrainedModel
     ) -> DraftModelDrafter:
         """Return a drafter that uses the model."""
         if self.pair is None:
@@ -65,13 +69,7 @@ class LoadedDraft(NamedTuple):
 def with_tokenizers(
     config: StrategyConfig, assistant: Any, tokenizer: Any, assistant_tokenizer: Any
 ) -> Any:
-    """Return `assistant`, combined with the tokenizers if `assistant_tokenizer` is passed.
-
-    Raises:
-        OptionError: if the target's tokenizer is missing.
-        AssistantError: if there is not exactly one assistant.
-        UnsupportedError: if the strategy has no draft model.
-    """
+    """Return `assistant`, combined with the tokenizers if `assistant_tokenizer` is passed."""
     if assistant_tokenizer is None:
         return assistant
     if not config.takes_tokenizers:
@@ -89,6 +87,26 @@ def with_tokenizers(
             "several, from which their tokenizers are loaded"
         )
     return AssistantWithTokenizers(assistant, tokenizer, assistant_tokenizer)
+
+
+def make_drafter(config: DraftConfig, target: PreTrainedModel, assistant: object) -> Drafter:
+    """Return the drafter of a config, with its draft model loaded and checked."""
+    draft = find_draft(config.strategy, assistant, target)
+    make = partial(draft.drafter, target=target)
+    return with_policy(config, target, make, config.shape.children)
+
+
+def wide_tree(batching: str) -> TreeConfig:
+    """Return the tree that a draft model grows for `auto`, which chooses the nodes to send."""
+    return TreeConfig(max_draft_tokens=5, max_nodes=24, batching=batching)
+
+
+def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+    return make_drafter(wide_tree(batching), target, assistant)
+
+
+register("draft", make_drafter)(DraftConfig)
+register("tree", make_drafter, _make_for_auto)(TreeConfig)
 
 
 def find_draft(strategy: str, assistant: Any, target: PreTrainedModel) -> LoadedDraft:
@@ -117,11 +135,7 @@ def resolve_draft_model(
 ) -> PreTrainedModel:
     """Return the draft model for `assistant`, checked against the target.
 
-    Args:
-        strategy: for messages.
-        assistant: a model, a PEFT model, a `SpecAdapter`, or a folder or Hub id of a model or of a
-            draft adapter.
-        target: the target model.
+    It is a model, a PEFT model, a `SpecAdapter`, or a folder or Hub id of a model or draft adapter.
 
     Raises:
         AssistantError: if it is missing, cannot be loaded, or has another vocabulary.

@@ -49,7 +49,7 @@ STORE_PRIOR = (0.9, 0.9)
 
 
 def _make(config: LookupConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    if not isinstance(assistant, (LookupStore, type(None))):
+    if not isinstance(assistant, LookupStore | None):
         raise AssistantError(
             f"spec_strategy='lookup' takes no assistant, got {type(assistant).__name__}; drop "
             "assistant=, pass a hf_spec.LookupStore, or use 'draft' or 'tree'"
@@ -134,7 +134,6 @@ class LookupDrafter(Drafter):
         self.config = config
         self._copy_length = config.copy_length or COPY_LENGTH
         self._max_nodes = config.max_draft_tokens or MAX_NODES
-        self._indexes: list[_NgramIndex] = []
 
     def num_forwards(self, depth: int) -> int:
         """Return 0: there is no model."""
@@ -142,11 +141,12 @@ class LookupDrafter(Drafter):
 
     def start(self, state: GenerationState) -> None:
         """Begin with an empty index per row."""
-        self._indexes = [self._new_index() for _ in state.tokens]
+        lengths = range(self.config.min_match_length, self.config.match_length + 1)
+        self._indexes = [_NgramIndex(lengths) for _ in state.tokens]
 
     def restart(self, row: int) -> None:
         """Begin with an empty index for one row."""
-        self._indexes[row] = self._new_index()
+        self._indexes[row] = _NgramIndex(self._indexes[row].lengths)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Return one tree of continuations per unfinished row."""
@@ -158,9 +158,6 @@ class LookupDrafter(Drafter):
             self._indexes[row].extend(text)
             drafts[row] = self._propose(row, sequence, text, limit)
         return DraftTree.from_drafts(drafts, state.num_rows)
-
-    def _new_index(self) -> _NgramIndex:
-        return _NgramIndex(range(self.config.min_match_length, self.config.match_length + 1))
 
     def _propose(
         self, row: int, sequence: list[int], text: list[int], limit: int
@@ -239,15 +236,15 @@ class _NgramIndex:
 
     def __init__(self, lengths: Sequence[int]):
         self.lengths = lengths
-        self._ends: list[dict[tuple[int, ...], list[int]]] = [defaultdict(list) for _ in lengths]
+        self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self._indexed = 0
 
     def extend(self, sequence: Sequence[int]) -> None:
         """Index every new n-gram that has a token after it."""
         for end in range(self._indexed + 1, len(sequence)):
-            for length, ends in zip(self.lengths, self._ends, strict=True):
+            for length in self.lengths:
                 if end >= length:
-                    ends[tuple(sequence[end - length : end])].append(end)
+                    self._ends[tuple(sequence[end - length : end])].append(end)
         self._indexed = max(self._indexed, len(sequence) - 1)
 
     def matches(self, sequence: Sequence[int]) -> Iterator[int]:
@@ -256,8 +253,8 @@ class _NgramIndex:
         Longer n-grams come first, then later positions.
         """
         seen: set[int] = set()
-        for length, ends in zip(reversed(self.lengths), reversed(self._ends), strict=True):
-            for end in reversed(ends.get(tuple(sequence[-length:]), [])):
+        for length in reversed(self.lengths):
+            for end in reversed(self._ends.get(tuple(sequence[-length:]), [])):
                 if end not in seen:
                     seen.add(end)
                     yield end

@@ -26,7 +26,7 @@ from hf_spec.engine.decode.sampling import distribution, draw
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.vocabulary import num_embeddings
-from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
+from hf_spec.methods.draft_model.drafter import DraftConfig, DraftModelDrafter
 from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.methods.registry import register
 
@@ -49,7 +49,7 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 
 @register(STRATEGY, _make, _make_for_auto)
 @dataclass(frozen=True)
-class PardConfig(DraftModelConfig):
+class PardConfig(DraftConfig):
     """Options of `pard`.
 
     Attributes:
@@ -61,6 +61,7 @@ class PardConfig(DraftModelConfig):
             "auto" lets the cost model choose the nodes of a tree; None is 32.
     """
 
+    adapter_methods = ()
     sizes = ("max_draft_tokens", "max_nodes")
     usual = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 32})
     longest = MappingProxyType({"max_draft_tokens": 16, "max_nodes": 32})

@@ -99,7 +99,10 @@ class AdaptiveTokens:
         # A LoRA of mode "lora" is here only in training; later it is merged.
         if self.shape.mode != "lora":
             indices = (token_ids < 0).flatten().nonzero()[:, 0]
-            rows = _as_slice(indices, indices.to(self.embeddings.device))
+            first, end = (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
+            # A slice of consecutive rows saves a gather in every layer.
+            consecutive = end - first == len(indices)
+            rows = slice(first, end) if consecutive else indices.to(self.embeddings.device)
         return self.lora.acting_on(rows, token_ids.numel())
 
     @contextmanager
@@ -172,13 +175,12 @@ def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens
             "a gated LoRA needs the full outputs of the target's layers, which tensor parallelism "
             "shards; use an SDSAT adapter of mode 'embeddings'"
         )
-    layers = dict(model.named_modules())
-    placed = {
-        name: tuple(part.to(execution_device(layers[name]), model.dtype) for part in pair)
-        for name, pair in lora.items()
-    }
+    placed = {}
+    for name, (down, up) in lora.items():
+        device = execution_device(model.get_submodule(name))
+        placed[name] = down.to(device, model.dtype), up.to(device, model.dtype)
     embeddings = stored[EMBEDDINGS].to(execution_device(table), model.dtype)
-    return AdaptiveTokens(shape, embeddings, placed)  # type: ignore[arg-type]
+    return AdaptiveTokens(shape, embeddings, placed)
 
 
 def merge_lora(model: PreTrainedModel, assistant: object) -> PreTrainedModel:
@@ -216,7 +218,6 @@ def _adapter_of(assistant: object) -> SpecAdapter:
 
 
 def _fine_tuned_tokens(model: PreTrainedModel) -> tuple[AdaptiveTokens, dict[str, Any]]:
-    """Return the adaptive tokens of a fine-tuned model: rows of its vocabulary."""
     entry = getattr(model.config, CONFIG_ENTRY, None)
     if entry is None:
         raise AssistantError(
@@ -266,18 +267,9 @@ def _read_lora(adapter: SpecAdapter) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _digest(lora: LoraWeights) -> str:
     digest = hashlib.sha256()
-    for name in sorted(lora):
-        for part in lora[name]:
-            digest.update(part.detach().float().cpu().contiguous().numpy().tobytes())
+    for part in [part for name in sorted(lora) for part in lora[name]]:
+        digest.update(part.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _as_slice(indices: Tensor, on_device: Tensor) -> Rows:
-    """Return a slice for consecutive indices, which saves a gather in every layer."""
-    if not len(indices):
-        return slice(0, 0)
-    first, last = int(indices[0]), int(indices[-1])
-    return slice(first, last + 1) if last - first + 1 == len(indices) else on_device
 
 
 register_method(

@@ -42,7 +42,13 @@ COUNTERS = ("adaptive_rounds", "verify_rounds", "fused_rounds", "adaptive_nodes"
 
 
 def _make(config: SdsatConfig, target: PreTrainedModel, assistant: object) -> SdsatDrafter:
-    tokens, options = _resolve(target, assistant)
+    if isinstance(assistant, (str, os.PathLike)):
+        name = os.fspath(assistant)
+        stored, options = read_once(target, METHOD, name, lambda: adaptive_tokens(target, name))
+        # Hooks belong to one generation; weights are shared.
+        tokens = AdaptiveTokens(stored.shape, stored.embeddings, stored.lora.weights)
+    else:
+        tokens, options = adaptive_tokens(target, assistant)
     return SdsatDrafter(config, tokens, options.get("num_adaptive"))
 
 
@@ -235,7 +241,6 @@ class SdsatDrafter(Drafter):
                 node_of[path] = plan.add_node(parent, tokens[rank], prob)
 
     def _add_chain(self, plan: _DraftPlan, node: int, length: int) -> None:
-        """Add a chain of adaptive tokens after a node."""
         chain = [node]
         for token in self._adaptive_ids[: max(length, 0)]:
             chain.append(plan.add_node(chain[-1], token))
@@ -272,13 +277,3 @@ class SdsatDrafter(Drafter):
         if drafted or adaptive:
             kind = ("fused" if adaptive else "verify") if drafted else "adaptive"
             self.counters[f"{kind}_rounds"] += 1
-
-
-def _resolve(target: PreTrainedModel, assistant: object) -> tuple[AdaptiveTokens, dict[str, Any]]:
-    """Return the adaptive tokens for one generation; those of a folder are cached."""
-    if not isinstance(assistant, (str, os.PathLike)):
-        return adaptive_tokens(target, assistant)
-    name = os.fspath(assistant)
-    tokens, options = read_once(target, METHOD, name, lambda: adaptive_tokens(target, name))
-    # Hooks belong to one generation; weights are shared.
-    return AdaptiveTokens(tokens.shape, tokens.embeddings, tokens.lora.weights), options

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -64,9 +64,8 @@ def new_lora(
         )
     lora = {}
     for name in chosen:
-        layer = layers[name]
-        inputs, outputs = layer_sizes(layer)
-        device = next(layer.parameters()).device
+        inputs, outputs = layer_sizes(layers[name])
+        device = next(layers[name].parameters()).device
         down = nn.Parameter(torch.empty(rank, inputs, device=device))
         nn.init.kaiming_uniform_(down, a=math.sqrt(5))
         lora[name] = down, nn.Parameter(torch.zeros(outputs, rank, device=device))
@@ -115,15 +114,10 @@ class GatedLora:
     def installed(self, model: PreTrainedModel) -> Iterator[None]:
         """Install the hooks on the layers of `model`; remove them at the end."""
         layers = dict(model.named_modules())
-        handles = [
-            layers[name].register_forward_hook(self._hook(down, up))
-            for name, (down, up) in self.weights.items()
-        ]
-        try:
+        with ExitStack() as handles:
+            for name, (down, up) in self.weights.items():
+                handles.enter_context(layers[name].register_forward_hook(self._hook(down, up)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def acting_on(self, rows: Rows, num_rows: int) -> Iterator[None]:

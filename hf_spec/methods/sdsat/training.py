@@ -197,7 +197,7 @@ class Student:
         tokens = self.infilling.arrange(example.response.response, generator)
         # No prompt, since the first marker replaces it; no target distributions, since those are
         # for the original order.
-        return Text(tokens, 1, frozenset(self.infilling.markers))
+        return Text(tokens, 1, self.infilling.markers)
 
     def _windows(self, texts: Sequence[Text], generator: torch.Generator) -> list[Windows]:
         length, share = self.settings.window, self.settings.start_share

@@ -20,7 +20,14 @@ from transformers import (
 )
 
 import hf_spec
-from hf_spec import AssistantError, DiscoConfig, DraftConfig, OptionError, UnsupportedError
+from hf_spec import (
+    AssistantError,
+    DiscoConfig,
+    DraftConfig,
+    OptionError,
+    TreeConfig,
+    UnsupportedError,
+)
 from hf_spec.adapters.folder import save_adapter
 from hf_spec.methods.draft_model.loading import LoadedDraft, find_draft, resolve_draft_model
 from hf_spec.methods.draft_model.trained import TrainableDraft
@@ -315,3 +322,31 @@ def test_a_model_of_the_targets_own_vocabulary_needs_none() -> None:
     assert found == LoadedDraft(learned("bpe"))
     with pytest.raises(AssistantError, match="vocabulary has"):
         find_draft("draft", random_model(wordpiece()), learned("bpe"))
+
+
+PROMPT = repetitive_prompt()
+
+
+class TestOptions:
+    @pytest.mark.parametrize("strategy", ["draft", "tree"])
+    def test_no_assistant(self, strategy: str) -> None:
+        with pytest.raises(AssistantError, match="truncated_draft"):
+            build("llama").generate(PROMPT, max_new_tokens=4, spec_strategy=strategy)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"max_draft_tokens": 0},
+            {"length_policy": "often"},
+            {"confidence_threshold": 2},
+            {"sample_drafts": 1},
+            {"children": 0},
+            {"expanded_per_level": 1.5},
+            {"max_nodes": 0},
+            {"min_probability": -0.1},
+            {"min_sibling_ratio": 1.1},
+        ],
+    )
+    def test_options(self, options: dict[str, Any]) -> None:
+        with pytest.raises(OptionError, match=next(iter(options))):
+            TreeConfig(**options)

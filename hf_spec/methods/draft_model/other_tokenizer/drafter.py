@@ -18,7 +18,7 @@ from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict, likeliest
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
-from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
+from hf_spec.methods.draft_model.drafter import DraftConfig, DraftModelDrafter
 from hf_spec.methods.draft_model.other_tokenizer.draft_text import DraftText
 from hf_spec.methods.draft_model.other_tokenizer.tokenizers import (
     REPLACEMENT,
@@ -34,7 +34,7 @@ MIN_COVERAGE = 0.5
 
 
 def make_cross_tokenizer_drafter(
-    config: DraftModelConfig, model: PreTrainedModel, policy: LengthPolicy, pair: TokenizerPair
+    config: DraftConfig, model: PreTrainedModel, policy: LengthPolicy, pair: TokenizerPair
 ) -> DraftModelDrafter:
     """Return the drafter for a draft model with another tokenizer, by `config.translation`."""
     lossy = getattr(config, "lossy", False)
@@ -62,7 +62,7 @@ class CrossTokenizerDrafter(DraftModelDrafter):
 
     def __init__(
         self,
-        config: DraftModelConfig,
+        config: DraftConfig,
         model: PreTrainedModel,
         policy: LengthPolicy,
         pair: TokenizerPair,
