@@ -1,8 +1,4 @@
-"""The built-in methods: importing this module registers all that they add.
-
-One import per method: the module of a method's config registers its strategy, and imports the
-modules that register its adapter method and its families of published heads.
-"""
+"""The built-in methods: one import each registers strategy, adapter method and published heads."""
 
 from hf_spec.methods.auto.drafter import AutoConfig
 from hf_spec.methods.block.config import BlockConfig

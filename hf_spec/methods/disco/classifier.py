@@ -33,12 +33,9 @@ def draft_features(draft_probs: Tensor, positions: Tensor) -> Tensor:
 
 
 class DiscoClassifier(nn.Module):
-    """Two-layer network: features -> acceptance logit.
+    """Two-layer network: features -> acceptance logit."""
 
-    Attributes:
-        mean, std: (12,) float32 statistics of the features in the training set.
-    """
-
+    # (12,) float32 statistics of the features in the training set.
     mean: Tensor
     std: Tensor
 

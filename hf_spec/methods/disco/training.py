@@ -2,12 +2,10 @@
 
 At every position of an answer the draft model predicts one token after the target's own text. The
 token is accepted if it equals the target's (Mamou et al. 2024, arXiv 2405.04304, appendix D.1). So
-the data contains no draft that has already gone wrong. There are two kinds of labels:
+the data contains no draft that has already gone wrong. Labels are
 
-========  =====================================================================================
-`hard`    1 if the draft model's most probable token is the target's token, else 0
-`soft`    1 - TV(draft, target): the probability that residual rejection accepts a sampled token
-========  =====================================================================================
+- `hard`: 1 if the draft model's most probable token is the target's token, else 0;
+- `soft`: 1 - TV(draft, target), the probability that residual rejection accepts a sampled token.
 
 The paper does not specify the optimizer, class weights, or how its labels relate to the total
 variation distance that it mentions; `DiscoTrainSettings` has the choices made here.

@@ -110,12 +110,7 @@ register("tree", make_drafter, _make_for_auto)(TreeConfig)
 
 
 def find_draft(strategy: str, assistant: Any, target: PreTrainedModel) -> LoadedDraft:
-    """Return the draft model of a call, and both tokenizers if they differ.
-
-    Raises:
-        AssistantError: as `resolve_draft_model`, and if tokenizers are needed but cannot be loaded.
-        OptionError: if a tokenizer does not fit its model, or is not a fast one.
-    """
+    """Return the draft model of a call, and both tokenizers if they differ."""
     if isinstance(assistant, AssistantWithTokenizers):
         model = read_draft_model(strategy, assistant.assistant, target)
         return _with_pair(model, target, assistant.tokenizer, assistant.assistant_tokenizer)
@@ -135,10 +130,8 @@ def resolve_draft_model(
 ) -> PreTrainedModel:
     """Return the draft model for `assistant`, checked against the target.
 
-    It is a model, a PEFT model, a `SpecAdapter`, or a folder or Hub id of a model or draft adapter.
-
-    Raises:
-        AssistantError: if it is missing, cannot be loaded, or has another vocabulary.
+    It is a model, a PEFT model, a `SpecAdapter`, or a folder or Hub id of a model or draft adapter;
+    `strategy` is for messages. A missing or unfit one raises `AssistantError`.
     """
     model = read_draft_model(strategy, assistant, target)
     if not _has_targets_size(model, target):

@@ -248,10 +248,7 @@ class _NgramIndex:
         self._indexed = max(self._indexed, len(sequence) - 1)
 
     def matches(self, sequence: Sequence[int]) -> Iterator[int]:
-        """Yield the positions after earlier n-grams equal to the last one.
-
-        Longer n-grams come first, then later positions.
-        """
+        """Yield the positions after n-grams equal to the last one; longer and later ones first."""
         seen: set[int] = set()
         for length in reversed(self.lengths):
             for end in reversed(self._ends.get(tuple(sequence[-length:]), [])):

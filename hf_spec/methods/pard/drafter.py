@@ -104,14 +104,7 @@ register_family(PublishedFamily(FAMILY, STRATEGY, _build))
 
 
 class _Predictions(NamedTuple):
-    """Predictions for the K draft positions of one row.
-
-    Attributes:
-        tokens: K lists of candidate tokens, most probable first.
-        token_probs: their probabilities.
-        scores: K scores of the length policy.
-        probs: (K, V) distributions.
-    """
+    """Per draft position of a row: candidates, most probable first; policy score; distribution."""
 
     tokens: Sequence[Sequence[int]] = ()
     token_probs: Sequence[Sequence[float]] = ()

@@ -126,11 +126,8 @@ def adaptive_tokens(
 ) -> tuple[AdaptiveTokens, dict[str, Any]]:
     """Return the adaptive tokens for `assistant=`, and the options they were saved with.
 
-    None is for a model fine-tuned with adaptive tokens in its vocabulary (mode "full").
-
-    Raises:
-        AssistantError: if there are none, or they belong to another model.
-        UnsupportedError: if the model needs more per token than an input embedding.
+    None is for a model fine-tuned with adaptive tokens in its vocabulary (mode "full"). Raises
+    `AssistantError` if there are none, or they belong to another model.
     """
     if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0):
         raise UnsupportedError(
@@ -144,13 +141,7 @@ def adaptive_tokens(
 
 
 def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens:
-    """Return the adaptive tokens of `adapter`, on the devices and in the dtype of `model`.
-
-    Raises:
-        AssistantError: if the adapter belongs to another base, is damaged, or has mode "lora" and
-            is not merged into `model`.
-        UnsupportedError: if the model is tensor-parallel and the adapter has a gated LoRA.
-    """
+    """Return the adaptive tokens of `adapter`, on the devices and in the dtype of `model`."""
     adapter.base.check(model)
     shape = _read_shape(adapter.options)
     stored = {name: t for name, t in adapter.tensors.items() if name == EMBEDDINGS}

@@ -65,7 +65,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of one text.
+    """W windows of one text of n tokens.
 
     Attributes:
         free: (n,) bool, positions that adaptive tokens may take.

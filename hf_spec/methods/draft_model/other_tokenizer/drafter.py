@@ -158,13 +158,7 @@ class SharedDrafter(CrossTokenizerDrafter):
 
 @dataclass
 class _PathText:
-    """Text of a draft path.
-
-    Attributes:
-        text: the text before a token that ends the path.
-        end: the target's special token that ends it, if any.
-        reach: probability of the path.
-    """
+    """Text of a draft path before its special token, the target's id of that, and its reach."""
 
     text: str = ""
     end: int | None = None

@@ -45,9 +45,6 @@ class TextTokens:
     Attributes:
         special_ids: ids of tokens without text.
         prefix_ids: ids that the tokenizer adds in front of every text.
-
-    Raises:
-        OptionError: if the tokenizer is not a fast one, or does not fit the model.
     """
 
     def __init__(self, tokenizer: Any, size: int, name: str):
