@@ -102,9 +102,6 @@ class DraftModelDrafter(LevelDrafter):
     _runner: ModelRunner
     _head: FewTokensHead | None
 
-    # True if the draft model reads the tokens that it drafts.
-    reads_own_tokens: ClassVar[bool] = True
-
     def __init__(
         self,
         config: DraftConfig,
@@ -152,7 +149,6 @@ class DraftModelDrafter(LevelDrafter):
 
     def prefill(self, run: Callable[[ModelRunner], object]) -> None:
         """Let the draft model run a prompt that is more than tokens."""
-        assert self._runner is not None, "prompts run while active"
         run(self._runner)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
@@ -167,10 +163,10 @@ class DraftModelDrafter(LevelDrafter):
 
     @property
     def supports_device_growth(self) -> bool:
-        """True on a GPU, if the draft model reads the drafted token ids as they are."""
+        """True on a GPU."""
         # The bits that the device computes for trees have no room for gaps in the KV cache.
         has_bits = self.shape.children == 1 or not BATCHING[self.config.batching].pads_kv
-        return self.reads_own_tokens and has_bits and self._runner.supports_device_tokens
+        return has_bits and self._runner.supports_device_tokens
 
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
         """Return the (M, R) distributions of the draft model, from one forward pass."""

@@ -58,7 +58,8 @@ class CrossTokenizerDrafter(DraftModelDrafter):
         ids: per row the draft model's tokens up to the root.
     """
 
-    reads_own_tokens = False
+    # The draft model does not read the drafted token ids as they are.
+    supports_device_growth = False
 
     def __init__(
         self,
