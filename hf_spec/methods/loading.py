@@ -122,7 +122,7 @@ def build_adapter(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
 
 def resolve_published(
     strategy: str,
-    assistant: object,
+    assistant: Any,
     target: PreTrainedModel,
     families: Collection[str],
     overrides: tuple[tuple[str, Any], ...] = (),
