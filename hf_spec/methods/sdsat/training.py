@@ -42,7 +42,13 @@ from hf_spec.methods.sdsat.adaptive_tokens import CONFIG_ENTRY, AdaptiveShape, A
 from hf_spec.methods.sdsat.gated_lora import new_lora
 from hf_spec.methods.sdsat.infilling import Infilling
 from hf_spec.methods.sdsat.settings import SDSAT_RUN, SdsatTrainSettings
-from hf_spec.methods.sdsat.training_chains import Text, Windows, agreement, draw_windows, run_chains
+from hf_spec.methods.sdsat.training_chains import (
+    Text,
+    agreement,
+    draw_windows,
+    run_chains,
+    slots_of,
+)
 from hf_spec.training.answers import Example, learned_from
 from hf_spec.training.held_out import learned_and_held
 from hf_spec.training.job import TrainingJob, TrainingResult
@@ -182,9 +188,13 @@ class Student:
         """Return the summed loss of a micro-batch, and the number of tokens to divide it by."""
         generator = torch.Generator().manual_seed(batch.seed)
         texts = [self._text(example, generator) for example in batch.items]
+        length, share = self.settings.window, self.settings.start_share
+        windows = [draw_windows(text.free(), length, generator, share) for text in texts]
         if self.settings.chosen_layout == "branches":
-            return self._branched(texts, generator)
-        return self._replaced(texts, generator)
+            return self._branched(texts, windows)
+        return self._replaced(
+            texts, [slots_of(w, len(text.tokens)) for w, text in zip(windows, texts, strict=True)]
+        )
 
     def _text(self, example: Example, generator: torch.Generator) -> Text:
         """Return prompt and answer, or by chance the answer alone in infilling format."""
@@ -199,12 +209,7 @@ class Student:
         # for the original order.
         return Text(tokens, 1, self.infilling.markers)
 
-    def _windows(self, texts: Sequence[Text], generator: torch.Generator) -> list[Windows]:
-        length, share = self.settings.window, self.settings.start_share
-        return [draw_windows(text.free(), length, generator, share) for text in texts]
-
-    def _branched(self, texts: Sequence[Text], generator: torch.Generator) -> Loss:
-        chains = [windows.chains for windows in self._windows(texts, generator)]
+    def _branched(self, texts: Sequence[Text], chains: Sequence[Sequence[tuple[int, int]]]) -> Loss:
         if not any(length for of_text in chains for _, length in of_text):
             # Answers of one or two tokens have no window; keep a graph with zero gradients.
             sums = torch.stack([parameter.sum() for parameter in self.parameters.values()])
@@ -213,9 +218,8 @@ class Student:
             logits, positions = run_chains(self.model, self.tokens, texts, chains)
         return self._cross_entropy(logits, texts, positions), len(positions)
 
-    def _replaced(self, texts: Sequence[Text], generator: torch.Generator) -> Loss:
+    def _replaced(self, texts: Sequence[Text], slots: Sequence[Tensor]) -> Loss:
         """Layout "replaced": eq. 8, or eq. 9 (only its second term with a frozen base)."""
-        slots = [windows.slots for windows in self._windows(texts, generator)]
         # Positions that predict an answer token.
         answer = [
             (row, position)

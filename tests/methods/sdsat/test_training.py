@@ -18,7 +18,7 @@ from hf_spec.methods.sdsat.adaptive_tokens import merge_lora
 from hf_spec.methods.sdsat.infilling import Infilling
 from hf_spec.methods.sdsat.settings import SdsatTrainSettings
 from hf_spec.methods.sdsat.training import Student, train_sdsat
-from hf_spec.methods.sdsat.training_chains import Text, agreement, draw_windows
+from hf_spec.methods.sdsat.training_chains import Text, agreement, draw_windows, slots_of
 from hf_spec.training.answers import Example
 from hf_spec.training.trainer import MicroBatch, TrainSettings
 from tests.adapters.cards import card_metrics, rounded
@@ -202,7 +202,7 @@ class TestLoss:
         student.parameters["embeddings"].grad = None
         # The same windows, with other tokens after the last adaptive one.
         generator = torch.Generator().manual_seed(5)
-        slots = draw_windows(text.free(), 3, generator, 0.2).slots
+        slots = slots_of(draw_windows(text.free(), 3, generator, 0.2), len(text.tokens))
         last = int((slots >= 0).nonzero()[-1])
         tokens = list(text.tokens)
         for place in range(last + 2, len(tokens)):
