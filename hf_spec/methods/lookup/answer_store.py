@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,7 +66,6 @@ class LookupStore:
         with self._lock:
             # Never modified in place, so readers need no lock.
             self.text: Tokens = np.zeros(0, dtype=np.int32)
-            self._lengths: deque[int] = deque()
 
     def add(self, tokens: Sequence[int]) -> None:
         """Store an answer; if it is longer than the store, only its end."""
@@ -74,12 +73,11 @@ class LookupStore:
         if len(entry) < 2:
             return
         with self._lock:
-            self._lengths.append(len(entry))
-            surplus = len(self.text) + len(entry) - self.max_tokens
-            first = 0
-            while first < surplus:
-                first += self._lengths.popleft()
-            self.text = np.concatenate([self.text[first:], np.asarray(entry, dtype=np.int32)])
+            kept, surplus = self.text, len(self.text) + len(entry) - self.max_tokens
+            if surplus > 0:
+                ends = np.flatnonzero(kept == SEPARATOR) + 1
+                kept = kept[ends[ends >= surplus][0] :]
+            self.text = np.concatenate([kept, np.asarray(entry, dtype=np.int32)])
 
     def serve(self, vocab_size: int) -> None:
         """Use the store for a vocabulary of this size; `OptionError` if it holds one of another."""

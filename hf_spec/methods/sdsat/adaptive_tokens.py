@@ -40,8 +40,6 @@ from hf_spec.methods.sdsat.gated_lora import GatedLora, LoraWeights, Rows, merge
 from hf_spec.methods.sdsat.settings import MODES
 
 METHOD = "sdsat"
-# Mode "full" trains the target itself and has no adapter.
-ADAPTER_MODES = tuple(mode for mode in MODES if mode != "full")
 EMBEDDINGS = "embeddings"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -239,7 +237,8 @@ def _read_shape(options: dict[str, Any]) -> AdaptiveShape:
         shape = AdaptiveShape(options["mode"], options["diverse"], options["window"])
     except KeyError as error:
         raise AssistantError(f"{what}'s options lack {error}") from error
-    if shape.mode not in ADAPTER_MODES or not isinstance(shape.diverse, bool):
+    # Mode "full" trains the target itself and has no adapter.
+    if shape.mode not in MODES or shape.mode == "full" or not isinstance(shape.diverse, bool):
         raise AssistantError(f"{what}'s options cannot be used: {shape}")
     whole_number(what, options, "window", 1, MAX_WINDOW)
     if options.get("num_adaptive") is not None:
