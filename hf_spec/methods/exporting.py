@@ -60,7 +60,6 @@ def export_head(
 
 
 def _exportable(name: str) -> PublishedHead:
-    """Return the head `name` if other engines have its network."""
     if is_adapter(name):
         adapter = load_adapter(name)
         raise AssistantError(
@@ -93,7 +92,6 @@ def _target_and_steps(config: Mapping[str, Any]) -> tuple[str | None, int]:
 
 
 def _command(engine: str, verifier: Verifier, head: str, spec: EagleSpec, steps: int) -> str:
-    """Return the command that starts an engine with a head."""
     if engine == "vllm":
         speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": steps}
         if spec.mask_token is not None:
@@ -113,7 +111,6 @@ def _command(engine: str, verifier: Verifier, head: str, spec: EagleSpec, steps:
 
 
 def _card(head: PublishedHead, verifier: Verifier, command: str) -> str:
-    """Return a card with source, license and the engine's command."""
     license_name = license_of(head.folder)
     lines = [
         *(["---", f"license: {license_name}", "---", ""] if license_name else []),

@@ -132,10 +132,7 @@ class SinglePairShape:
 
 
 class NormedHead(FewTokensHead):
-    """A norm and an output projection, both shared modules, over R of `full_size` V tokens.
-
-    `vocabulary` are the (R,) int64 token ids of the outputs; None for all tokens.
-    """
+    """A norm and an output projection, both shared modules, see `OutputHead`."""
 
     def __init__(self, norm: Any, scores: Any, vocabulary: Tensor | None, full_size: int):
         nn.Module.__init__(self)

@@ -119,7 +119,6 @@ register_policy("disco", make_policy)
 def _load_parts(
     config: DiscoConfig, target: PreTrainedModel, assistant: object
 ) -> tuple[LoadedDraft, DiscoPolicy]:
-    """Return the draft model, and the policy with the classifier's threshold."""
     if config.adapter is not None:
         return find_draft(METHOD, assistant, target), make_policy(config, target)
     if isinstance(assistant, AssistantWithTokenizers):
@@ -141,7 +140,6 @@ def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: objec
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
-    """Return a drafter of trees that the classifier stops."""
     draft, policy = _load_parts(DiscoConfig(), target, assistant)
     return draft.drafter(wide_tree(batching), policy, target)
 

@@ -7,8 +7,7 @@ the data contains no draft that has already gone wrong. Labels are
 - `hard`: 1 if the draft model's most probable token is the target's token, else 0;
 - `soft`: 1 - TV(draft, target), the probability that residual rejection accepts a sampled token.
 
-The paper does not specify the optimizer, class weights, or how its labels relate to the total
-variation distance that it mentions; `DiscoTrainSettings` has the choices made here.
+The paper does not specify how its labels relate to the total variation distance that it mentions.
 """
 
 from __future__ import annotations
@@ -245,7 +244,6 @@ def _metrics(predicted: Tensor, actual: Tensor) -> dict[str, float]:
 
 
 def _concatenate(observed: Sequence[Observed]) -> tuple[Tensor, Tensor]:
-    """Return features and labels of all positions."""
     return torch.cat([o.features for o in observed]), torch.cat([o.labels for o in observed])
 
 
@@ -278,7 +276,6 @@ def _predict(
 def _load_draft(
     draft: DraftSpec, folder: Path, target: PreTrainedModel
 ) -> tuple[PreTrainedModel, str | dict[str, int] | None]:
-    """Return the draft model and its name in the adapter."""
     if isinstance(draft, PreTrainedModel):
         return resolve_draft_model(METHOD, draft, target), None
     name: str | dict[str, int] = draft

@@ -1,8 +1,4 @@
-"""Options of `draft` (a chain) and `tree`, and the drafter of both.
-
-Each level is one forward pass of the draft model over all rows. Accepted tokens stay in its KV
-cache, so it never runs a token twice.
-"""
+"""Options of `draft` (a chain) and `tree`, and the drafter of both."""
 
 from __future__ import annotations
 

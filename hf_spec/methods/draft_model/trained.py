@@ -25,11 +25,8 @@ LORA_PREFIX = "lora."
 class TrainableDraft:
     """The target's first layers, copied, with a LoRA of some rank, for training or decoding.
 
-    `vocabulary` are the (R,) int64 token ids that it can draft; None for all.
-
-    Attributes:
-        model: the draft model; the LoRA, the final norm and the bridge require gradients.
-        head: its output head.
+    `vocabulary` are the (R,) int64 token ids that it can draft; None for all. Of `model`, the LoRA,
+    the final norm and the bridge require gradients.
     """
 
     def __init__(

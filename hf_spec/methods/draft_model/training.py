@@ -51,11 +51,8 @@ def train_draft(
 ) -> SpecAdapter:
     """Train a draft model on a frozen target's answers and write its adapter to `folder`.
 
-    Checkpoint and metrics are written to its `training` folder.
-
-    Raises:
-        UnsupportedError: if the target changes its logits after the head.
-        OptionError: if the training or the held-out set is empty.
+    Checkpoint and metrics are written to its `training` folder. Raises `UnsupportedError` if the
+    target changes its logits after the head, `OptionError` if a set of answers is empty.
     """
     check_plain_head(model)
     learned, held = learned_and_held(examples, settings.held_back, "examples")

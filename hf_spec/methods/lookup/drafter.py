@@ -208,10 +208,7 @@ class StoreLookupDrafter(AnswerRecorder, LookupDrafter):
 def lookup_sources(
     config: LookupConfig, longest: int, store: LookupStore | None = None
 ) -> list[DraftSource]:
-    """Return one draft source per range of match lengths, and one for `store` if there is one.
-
-    Longer matches have higher acceptance rates, so each range has its own.
-    """
+    """Return a source per range of match lengths, whose acceptance differs, and one for `store`."""
     sources = []
     for lengths, prior in MATCH_PRIORS.items():
         shortest = max(lengths.start, config.min_match_length)

@@ -91,10 +91,8 @@ def train_sdsat(
 
     Checkpoint and metrics are written to its `training` folder. Mode "full" trains `model` in
     place and returns None. The tokenizer is for infilling, and is saved with a fine-tuned model.
-
-    Raises:
-        UnsupportedError: if the target changes its logits after the head.
-        OptionError: if the training or the held-out set is empty.
+    Raises `UnsupportedError` if the target changes its logits after the head, `OptionError` if a
+    set of answers is empty.
     """
     check_plain_head(model)
     learned, held = learned_and_held(examples, settings.held_back, "examples")
@@ -138,11 +136,9 @@ def train_sdsat(
 
 
 class Student:
-    """Trained parameters of a target, and their losses; `infilling` reorders code.
+    """Trained parameters of a target, and their losses.
 
-    Attributes:
-        tokens: the adaptive tokens; in mode "full" they hold the model's whole table.
-        token_ids: vocabulary rows of the adaptive tokens in mode "full".
+    In mode "full" `token_ids` are vocabulary rows, and `tokens` hold the model's whole table.
     """
 
     def __init__(

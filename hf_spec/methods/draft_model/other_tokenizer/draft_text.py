@@ -99,7 +99,6 @@ class DraftText:
             self._encode(stable_end)
 
     def _encode(self, stable_end: int) -> None:
-        """Encode the text again after the tokens that end before `stable_end`."""
         num_stable = bisect_right(self._spans, stable_end, key=attrgetter("end"))
         border = self._spans[num_stable - 1].end if num_stable else 0
         start = context_start(self.text, border)
