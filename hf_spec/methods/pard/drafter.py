@@ -30,7 +30,7 @@ from hf_spec.methods.draft_model.drafter import DraftConfig, DraftModelDrafter
 from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.methods.registry import register
 
-FAMILY = STRATEGY = "pard"
+STRATEGY = "pard"
 
 
 def _make(config: PardConfig, target: PreTrainedModel, assistant: object) -> Drafter:
@@ -100,7 +100,7 @@ def _build(head: PublishedHead, target: PreTrainedModel) -> PreTrainedModel:
     return resolve_draft_model(STRATEGY, head.name, target)
 
 
-register_family(PublishedFamily(FAMILY, STRATEGY, _build))
+register_family(PublishedFamily(STRATEGY, STRATEGY, _build))
 
 
 class _Predictions(NamedTuple):
@@ -134,11 +134,6 @@ class PardDrafter(DraftModelDrafter):
     def num_forwards(self, depth: int) -> int:
         """Return 1 for a draft of any depth."""
         return min(depth, 1)
-
-    def start(self, state: GenerationState) -> None:
-        """See `DraftModelDrafter`; a tree is never sampled."""
-        super().start(state)
-        self.samples = self.samples and self.shape.children == 1
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Return one chain or tree per unfinished row, from one forward pass over all rows."""
