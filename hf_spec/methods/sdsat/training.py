@@ -188,9 +188,8 @@ class Student:
         windows = [draw_windows(text.free(), length, generator, share) for text in texts]
         if self.settings.chosen_layout == "branches":
             return self._branched(texts, windows)
-        return self._replaced(
-            texts, [slots_of(w, len(text.tokens)) for w, text in zip(windows, texts, strict=True)]
-        )
+        slots = [slots_of(w, len(text.tokens)) for w, text in zip(windows, texts, strict=True)]
+        return self._replaced(texts, slots)
 
     def _text(self, example: Example, generator: torch.Generator) -> Text:
         """Return prompt and answer, or by chance the answer alone in infilling format."""
@@ -206,7 +205,7 @@ class Student:
         return Text(tokens, 1, self.infilling.markers)
 
     def _branched(self, texts: Sequence[Text], chains: Sequence[Sequence[tuple[int, int]]]) -> Loss:
-        if not any(length for of_text in chains for _, length in of_text):
+        if not any(chains):
             # Answers of one or two tokens have no window; keep a graph with zero gradients.
             sums = torch.stack([parameter.sum() for parameter in self.parameters.values()])
             return 0 * sums.sum(), 0
