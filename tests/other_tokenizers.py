@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_spec.methods.draft_model.other_tokenizer.text_tokens import TextTokens
-from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenizerPair
+from hf_spec.methods.draft_model.other_tokenizer.tokenizers import TextTokens, TokenizerPair
 
 SENTENCE = "the quick brown fox jumps over the lazy dog and the dog sleeps in the warm sun. "
 TEXTS = [

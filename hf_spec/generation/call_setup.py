@@ -28,7 +28,7 @@ from hf_spec.generation.target_checks import (
     check_input_scales,
 )
 from hf_spec.methods.auto.known_drafters import known_drafters
-from hf_spec.methods.draft_model.other_tokenizer.assistant import with_tokenizers
+from hf_spec.methods.draft_model.loading import with_tokenizers
 from hf_spec.methods.draft_model.trained import METHOD as DRAFT
 from hf_spec.methods.loading import find_assistant
 from hf_spec.methods.registry import make_drafter, parse_strategy

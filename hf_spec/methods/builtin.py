@@ -1,13 +1,9 @@
-"""The built-in methods: importing this module registers all that they add.
-
-One import per method: the module of a method's config registers its strategy, and imports the
-modules that register its adapter method and its families of published heads.
-"""
+"""The built-in methods: one import each registers strategy, adapter method and published heads."""
 
 from hf_spec.methods.auto.drafter import AutoConfig
 from hf_spec.methods.block.config import BlockConfig
 from hf_spec.methods.disco.drafter import DiscoConfig
-from hf_spec.methods.draft_model.config import DraftConfig, TreeConfig
+from hf_spec.methods.draft_model.loading import DraftConfig, TreeConfig
 from hf_spec.methods.eagle.config import EagleConfig
 from hf_spec.methods.falcon.drafter import FalconConfig
 from hf_spec.methods.gemma_assistant.drafter import GemmaAssistantConfig

@@ -28,13 +28,10 @@ STEPS = 3
 def export_head(
     name: str | os.PathLike[str], out: Path, engine: str, model: str | None = None
 ) -> str:
-    """Write an EAGLE-3 head in the layout of another engine.
+    """Write an EAGLE-3 head in the layout of another engine ("vllm" or "sglang").
 
-    Args:
-        name: folder or Hub id of a head of `hf-spec train eagle`, or a published one.
-        out: a new or empty folder; gets config, weights and a card.
-        engine: "vllm" or "sglang".
-        model: the target, of which only the config is read. Default: the one that the head names.
+    `out`, a new or empty folder, gets config, weights and a card. Of the target, by default the one
+    that the head names, only the config is read.
 
     Returns:
         The command that starts the engine with the head.
@@ -46,13 +43,15 @@ def export_head(
     """
     check_new_folder(out)
     head = _exportable(os.fspath(name))
-    named = verifier_name(head.config)
+    named, steps = verifier_name(head.config), _steps(head.config)
     if model is None and named is None:
         raise OptionError(f"{head.name} does not name its target; pass --model")
-    verifier = _verifier(model or str(named), named)
+    # By default transformers asks on the terminal whether to run a model's own code.
+    target = load_named(AutoConfig, model or str(named), trust_remote_code=False)
+    architectures = tuple(target.architectures or ())
+    verifier = Verifier(named or str(model), architectures, target.get_text_config())
     tensors = canonical_names(head.tensors)
     spec = read_spec(head, tensors, verifier.text)
-    steps = _steps(head.config)
     config, tensors = LAYOUTS[engine](spec, tensors, verifier, steps)
     # Cards are shared: no local paths.
     card = _card(head, verifier, _command(engine, verifier, out.name, spec, steps))
@@ -61,7 +60,6 @@ def export_head(
 
 
 def _exportable(name: str) -> PublishedHead:
-    """Return the head `name` if other engines have its network."""
     if is_adapter(name):
         adapter = load_adapter(name)
         raise AssistantError(
@@ -79,14 +77,6 @@ def _exportable(name: str) -> PublishedHead:
     return head
 
 
-def _verifier(model: str, named: str | None) -> Verifier:
-    """Return the target `model` under the name that its head has for it, if any."""
-    # By default transformers asks on the terminal whether to run a model's own code.
-    config = load_named(AutoConfig, model, trust_remote_code=False)
-    architectures = tuple(config.architectures or ())
-    return Verifier(named or model, architectures, config.get_text_config())
-
-
 def _steps(config: Mapping[str, Any]) -> int:
     inner = config.get("speculators_config")
     methods = inner.get("proposal_methods") if isinstance(inner, Mapping) else None
@@ -96,7 +86,6 @@ def _steps(config: Mapping[str, Any]) -> int:
 
 
 def _command(engine: str, verifier: Verifier, head: str, spec: EagleSpec, steps: int) -> str:
-    """Return the command that starts an engine with a head."""
     if engine == "vllm":
         speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": steps}
         if spec.mask_token is not None:
@@ -116,7 +105,6 @@ def _command(engine: str, verifier: Verifier, head: str, spec: EagleSpec, steps:
 
 
 def _card(head: PublishedHead, verifier: Verifier, command: str) -> str:
-    """Return a card with source, license and the engine's command."""
     license_name = license_of(head.folder)
     lines = [
         *(["---", f"license: {license_name}", "---", ""] if license_name else []),

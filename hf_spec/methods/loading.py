@@ -1,8 +1,4 @@
-"""Turns `assistant=` into what a strategy drafts with.
-
-Here is what all methods share: adapters, published heads, and a cache of both on the target. Each
-method has its own loader in its folder.
-"""
+"""Adapters and published heads for `assistant=`, cached on the target; methods add own loaders."""
 
 from __future__ import annotations
 
@@ -30,31 +26,17 @@ from hf_spec.methods.draft_model.truncated import named_layers, truncated_draft
 
 T = TypeVar("T")
 
-# Raised by code that rebuilds a module from options and weights that do not fit each other.
-DAMAGE = (
-    OptionError,
-    ArithmeticError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    # Raised by transformers' configs, which check their values.
-    StrictDataclassError,
-)
+# Raised by code that rebuilds a module from options and weights that do not fit each other; the
+# last one by transformers' configs, which check their values.
+DAMAGE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, StrictDataclassError)
 
 
 def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[str] | None) -> Any:
     """Return the assistant that `assistant=` names or that is attached to the target.
 
-    Args:
-        assistant: what the user passed.
-        target: the target model.
-        methods: adapter methods that the strategy supports; None for all.
-
-    Returns:
-        The adapter that a PEFT model carries; for None the adapter attached to the target, several
-        as a list, or None; for "truncated:N" the target's first N layers, built once; everything
-        else unchanged.
+    That is the adapter that a PEFT model carries; for None the adapter of the supported `methods`
+    (None for all) attached to the target, several as a list, or None; for "truncated:N" the
+    target's first N layers, built once; everything else unchanged.
 
     Raises:
         AssistantError: if several adapters are attached to the target and the strategy uses one.
@@ -96,14 +78,10 @@ def read_once(target: PreTrainedModel, method: Hashable, name: str, read: Callab
     A change of the weights or configs in the folder, or of the target's device or dtype, is a cache
     miss.
     """
-    folder = Path(name)
-    patterns = ("*.safetensors", "*.json") if folder.is_dir() else ()
-    files = sorted(file for pattern in patterns for file in folder.glob(pattern))
+    # A Hub id has no local files.
+    files = sorted(f for pattern in ("*.safetensors", "*.json") for f in Path(name).glob(pattern))
     stamp = tuple((file.name, file.stat().st_mtime_ns) for file in files if file.is_file())
     return cached_per_model(target, (method, name, stamp, target.device, target.dtype), read)
-
-
-# --- adapters ---
 
 
 def adapter_module(
@@ -142,24 +120,21 @@ def build_adapter(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
     return _build_from_files(what, target, lambda: method.build(adapter, target))
 
 
-# --- published heads ---
-
-
 def resolve_published(
     strategy: str,
-    assistant: object,
+    assistant: Any,
     target: PreTrainedModel,
     families: Collection[str],
     overrides: tuple[tuple[str, Any], ...] = (),
 ) -> Any:
-    """Return the module of a published head.
+    """Return the module of a published head of one of the `families`.
 
     Args:
         strategy: for messages.
         assistant: folder or Hub id, a `PublishedHead`, or a module that a family's builder made;
             the module's attributes `strategy` and `base` identify it.
         target: the target model.
-        families: families of heads that the strategy supports.
+        families: supported by the strategy.
         overrides: (name, value) pairs that replace entries of the head's config.
 
     Raises:
@@ -186,7 +161,11 @@ def resolve_published(
                 f"but this {type(assistant).__name__} is built already; pass "
                 "assistant=<folder or Hub id>, or leave them out"
             )
-        _check_built(assistant, target)
+        if (difference := assistant.base.difference(BaseModel.of(target))) is not None:
+            raise AssistantError(
+                f"this {type(assistant).__name__} was built for {difference}: build it for this "
+                "model, or pass its folder or Hub id as assistant="
+            )
         return assistant
     raise AssistantError(
         f"spec_strategy={strategy!r} needs a published head: pass assistant=<folder or Hub id>; "
@@ -232,14 +211,6 @@ def _check_family(
             f"spec_strategy={head.record.strategy!r}"
         )
     return head
-
-
-def _check_built(head: Any, target: PreTrainedModel) -> None:
-    if (difference := head.base.difference(BaseModel.of(target))) is not None:
-        raise AssistantError(
-            f"this {type(head).__name__} was built for {difference}: build it for this model, or "
-            "pass its folder or Hub id as assistant="
-        )
 
 
 def _family_of(name: str) -> str | None:

@@ -27,7 +27,7 @@ from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.tree_growth import TreeShape
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.methods.draft_model.config import TreeConfig
+from hf_spec.methods.draft_model.drafter import TreeConfig
 
 
 class OnePassHead(nn.Module):

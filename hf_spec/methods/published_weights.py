@@ -18,10 +18,7 @@ from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 
 
 def head_dtype(target: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of the heads of `target`: its own, or bfloat16 instead of float16.
-
-    Activations of published heads overflow in float16.
-    """
+    """Return the dtype of the heads of `target`; their activations overflow in float16."""
     return torch.bfloat16 if target.dtype == torch.float16 else target.dtype
 
 
@@ -38,10 +35,7 @@ def check_aux_layers(layers: object) -> None:
 
 
 def config_overrides(config: Any, names: Sequence[str]) -> tuple[tuple[str, Any], ...]:
-    """Return (name, value) of those options of a strategy's config that are not None.
-
-    They override the config of a published head, see `PublishedHead`.
-    """
+    """Return the options in a strategy's config that override the config of a published head."""
     values = {name: getattr(config, name) for name in names}
     return tuple(
         (name, tuple(value) if isinstance(value, list) else value)
@@ -58,13 +52,12 @@ def fitted(
 ) -> dict[str, Tensor]:
     """Return the tensors in the head's dtype on the device of the target's output head.
 
-    Raises:
-        AssistantError: if names or shapes differ from `expected`; names the first difference.
+    The first name or shape that differs from `expected` raises `AssistantError`.
     """
     size, vocab = sizes_of(target)
     source = f"a target of hidden size {size} and {vocab} tokens"
     check_tensors(repr(head.name), tensors, expected, source)
-    device, dtype = execution_device(_output(target)), head_dtype(target)
+    device, dtype = execution_device(target.get_output_embeddings()), head_dtype(target)
     return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
 
 
@@ -73,12 +66,8 @@ def draft_vocab_ids(
 ) -> Tensor | None:
     """Return the (R,) int64 token ids of a head's R outputs; None for all V in order.
 
-    Args:
-        what: names the head in messages.
-        offsets: (R,), the tensor "d2t": token id minus output index. None selects the first
-            tokens, up to rows that pad one of the two vocabularies.
-        draft_vocab_size: R.
-        full_size: V.
+    `offsets` are the (R,) tensor "d2t", token id minus output index. None selects the first tokens,
+    up to rows that pad one of the two vocabularies. `what` names the head in messages.
 
     Raises:
         AssistantError: if outputs lack an offset, or offsets lead out of V or to a token twice.
@@ -107,12 +96,9 @@ def draft_vocab_ids(
 
 
 class OutputHead(FewTokensHead):
-    """Output projection of a published head: its own weights, or the target's.
+    """Output projection of a published head: its own (R, width) weights, or the target's.
 
-    Args:
-        target: the model that the head is for.
-        weight: (R, width), the head's own; None for the target's.
-        vocabulary: (R,) int64 token ids of the outputs; None for all tokens.
+    `vocabulary` are the (R,) int64 token ids of the outputs; None for all tokens.
     """
 
     def __init__(
@@ -122,7 +108,7 @@ class OutputHead(FewTokensHead):
         vocabulary: Tensor | None = None,
     ):
         if weight is None:
-            super().__init__(_output(target), vocabulary)
+            super().__init__(target.get_output_embeddings(), vocabulary)
             self.dtype = target.dtype
             return
         super().__init__(linear(weight), None)
@@ -143,9 +129,3 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
     return layer
-
-
-def _output(target: PreTrainedModel) -> nn.Module:
-    module = target.get_output_embeddings()
-    assert module is not None, "a causal language model has a head"
-    return module

@@ -1,15 +1,10 @@
-"""Strategies by name.
-
-A strategy is a frozen config dataclass and a function that makes its drafter, tied together by
-`register`.
-"""
+"""Strategies by name: a frozen config dataclass and a function that makes its drafter."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -22,16 +17,14 @@ MakeForAuto = Callable[[PreTrainedModel, Any, str], Drafter]
 Config = TypeVar("Config", bound=type[StrategyConfig])
 
 
-@dataclass(frozen=True)
-class _Strategy:
+class _Strategy(NamedTuple):
     config: type[StrategyConfig]
     make: MakeDrafter
     make_for_auto: MakeForAuto | None
 
 
+# By name and by alias.
 _STRATEGIES: dict[str, _Strategy] = {}
-# Other name -> registered name.
-_ALIASES: dict[str, str] = {}
 
 
 def register(
@@ -58,12 +51,12 @@ def register(
         for new in (name, *aliases):
             if not re.fullmatch(r"[a-z][a-z0-9_]*", new):
                 raise ValueError(f"strategy name {new!r} is not lower_case_with_underscores")
-            if (registered := _ALIASES.get(new, new)) in _STRATEGIES:
-                owner = _STRATEGIES[registered].config.__name__
+            if new in _STRATEGIES:
+                owner = _STRATEGIES[new].config.__name__
                 raise ValueError(f"strategy name {new!r} belongs to {owner} already")
         config_class.strategy = name
-        _STRATEGIES[name] = _Strategy(config_class, make_drafter, make_for_auto)
-        _ALIASES.update(dict.fromkeys(aliases, name))
+        strategy = _Strategy(config_class, make_drafter, make_for_auto)
+        _STRATEGIES.update(dict.fromkeys((name, *aliases), strategy))
         return config_class
 
     return add
@@ -71,17 +64,14 @@ def register(
 
 def known_strategies() -> list[str]:
     """Return the names of all registered strategies, sorted, without aliases."""
-    return sorted(_STRATEGIES)
+    return sorted({strategy.config.strategy for strategy in _STRATEGIES.values()})
 
 
 def parse_strategy(value: object) -> StrategyConfig:
     """Return the config that the user passed as `spec_strategy`.
 
-    Args:
-        value: a name, a config, or a config's dictionary from a stored generation config.
-
-    Raises:
-        OptionError: if it is anything else, or names an unknown strategy or option.
+    `value` is a name, a config, or a config's dictionary from a stored generation config; anything
+    else, and unknown names and options, raise `OptionError`.
     """
     if isinstance(value, StrategyConfig) and value.strategy in _STRATEGIES:
         return value
@@ -98,7 +88,6 @@ def parse_strategy(value: object) -> StrategyConfig:
                 f"known: {', '.join(known_strategies())}"
             )
         value = options.pop("strategy")
-    value = _ALIASES.get(value, value) if isinstance(value, str) else value
     if not isinstance(value, str) or value not in _STRATEGIES:
         raise OptionError(
             f"unknown spec_strategy {value!r}; {choices(value, known_strategies())} "
@@ -114,7 +103,7 @@ def make_drafter(config: StrategyConfig, target: PreTrainedModel, assistant: obj
 
 def make_for_auto(name: str, target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
     """Return the drafter of a strategy that `auto` combines with others, see `register`."""
-    strategy = _STRATEGIES[name]
-    if strategy.make_for_auto is not None:
-        return strategy.make_for_auto(target, assistant, batching)
-    return strategy.make(strategy.config(batching=batching), target, assistant)
+    config, make, for_auto = _STRATEGIES[name]
+    if for_auto is not None:
+        return for_auto(target, assistant, batching)
+    return make(config(batching=batching), target, assistant)

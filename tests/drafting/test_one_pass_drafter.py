@@ -15,7 +15,7 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.methods.draft_model.config import TreeConfig
+from hf_spec.methods.draft_model.drafter import TreeConfig
 from tests.tiny_models import VOCAB
 
 

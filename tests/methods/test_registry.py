@@ -21,12 +21,10 @@ from hf_spec.methods.registry import (
 
 @pytest.fixture(autouse=True)
 def registry_as_it_was() -> Iterator[None]:
-    tables: list[dict[str, Any]] = [registry._STRATEGIES, registry._ALIASES]
-    copies = [dict(table) for table in tables]
+    copy = dict(registry._STRATEGIES)
     yield
-    for table, copy in zip(tables, copies, strict=True):
-        table.clear()
-        table.update(copy)
+    registry._STRATEGIES.clear()
+    registry._STRATEGIES.update(copy)
 
 
 def maker(config: Any, target: Any, assistant: Any) -> Any:

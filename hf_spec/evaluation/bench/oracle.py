@@ -35,8 +35,8 @@ from hf_spec.evaluation.bench.contenders import (
     speculative,
 )
 from hf_spec.generation.one_call import generate_with
-from hf_spec.methods.draft_model.config import DraftConfig
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
+from hf_spec.methods.draft_model.loading import DraftConfig
 
 
 def _contender(model: Any, make_drafter: Callable[[Outputs], Drafter], name: str) -> Contender:

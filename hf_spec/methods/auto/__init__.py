@@ -11,6 +11,4 @@ them. In every round:
 For the measurements and the decision rule see `hf_spec.drafting.cost_model`. Where no draft pays,
 nothing is drafted. Drafts are never sampled, and every decision follows from the text so far. So
 `NodeDraw` verifies the tree exactly.
-
-Files: `drafter` (config and assistants), `known_drafters` (published heads by model).
 """

@@ -1,9 +1,8 @@
-"""Config of `auto`, and its drafter, built from the assistants of the call."""
+"""Config of `auto`, and its cost model drafter, built from the assistants of the call."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,32 +54,7 @@ class AutoConfig(StrategyConfig):
             check_timings(self.timings)
 
 
-class AutoDrafter(CostModelDrafter):
-    """Cost model over lookup and the assistants, with measured or configured costs."""
-
-    def __init__(
-        self,
-        config: AutoConfig,
-        target: PreTrainedModel,
-        free: Sequence[DraftSource],
-        assistants: Sequence[DraftSource],
-    ):
-        costs = None if config.timings is None else Costs.from_timings(config.timings)
-        bounds = Bounds(config.max_draft_tokens, config.max_nodes)
-        super().__init__(
-            free, assistants, target, (config.strategy, config.batching), bounds, costs
-        )
-        drafters = [source.drafter for source in [*free, *assistants]]
-        virtual_tokens = [d.virtual_tokens for d in drafters if d.virtual_tokens is not None]
-        if len(virtual_tokens) > 1:
-            raise AssistantError(
-                "assistant= has several SDSAT adapters, but the target can use the adaptive tokens "
-                "of only one; pass one"
-            )
-        self.virtual_tokens = virtual_tokens[0] if virtual_tokens else None
-
-
-def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> AutoDrafter:
+def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> CostModelDrafter:
     if config.timings is None and tensor_parallel_size(target) > 1:
         raise UnsupportedError(
             "auto measures times, which differ among the processes of a tensor parallel model; "
@@ -101,8 +75,9 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Aut
         name = f"{strategy}-{earlier + 1}" if earlier else strategy
         drafter = make_for_auto(strategy, target, item, config.batching)
         assistants.append(DraftSource(name, drafter, longest))
+    costs = None
     if config.timings is not None:
-        timed = config.timings["draft"]
+        costs, timed = Costs.from_timings(config.timings), config.timings["draft"]
         # SDSAT drafts in the target's forward pass.
         names = [source.name for source in assistants if not source.name.startswith("sdsat")]
         if missing := [name for name in names if name not in timed]:
@@ -110,8 +85,17 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Aut
                 f"timings['draft'] lacks {missing[0]!r}; it has "
                 f"{', '.join(map(repr, timed)) or 'nothing'}"
             )
+    virtual_tokens = [s.drafter.virtual_tokens for s in assistants if s.drafter.virtual_tokens]
+    if len(virtual_tokens) > 1:
+        raise AssistantError(
+            "assistant= has several SDSAT adapters, but the target can use the adaptive tokens of "
+            "only one; pass one"
+        )
     free = lookup_sources(LookupConfig(), longest, store)
-    return AutoDrafter(config, target, free, assistants)
+    key, bounds = (config.strategy, config.batching), Bounds(longest, config.max_nodes)
+    auto = CostModelDrafter(free, assistants, target, key, bounds, costs)
+    auto.virtual_tokens = virtual_tokens[0] if virtual_tokens else None
+    return auto
 
 
 register("auto", _make)(AutoConfig)
@@ -126,7 +110,6 @@ def _as_list(assistant: object) -> list[Any]:
 
 
 def _strategy_of(assistant: Any, target: PreTrainedModel) -> str:
-    """Return the strategy of an assistant: that of an adapter or head, "tree" for a model."""
     if isinstance(assistant, PreTrainedModel):
         family = recognize(assistant.config.to_dict())
         return family if family in MODELS else "tree"

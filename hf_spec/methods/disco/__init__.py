@@ -18,6 +18,5 @@ Differences: soft labels 1 - TV(p, q) are an option; the default policy compares
 cost of another token instead of tau; the same classifier can stop trees and graphs
 (`length_policy="disco"`).
 
-Files: `classifier` (features, network, adapter), `drafter` (policy and config), `training` and its
-`settings`. Calibration is in `hf_spec.evaluation.bench.calibrate.disco`.
+Calibration is in `hf_spec.evaluation.bench.calibrate.disco`.
 """

@@ -1,7 +1,6 @@
 """DISCO's classifier: 12 features of a draft distribution -> probability of acceptance.
 
-See Mamou et al. 2024, arXiv 2405.04304, section 3; for the choices that the paper leaves open, see
-`hf_spec.methods.disco`.
+See Mamou et al. 2024, arXiv 2405.04304, section 3, and `hf_spec.methods.disco`.
 """
 
 from __future__ import annotations
@@ -23,34 +22,25 @@ NUM_FEATURES = TOP + 2
 
 
 def draft_features(draft_probs: Tensor, positions: Tensor) -> Tensor:
-    """Return the classifier's features, computed on the device of the distributions.
+    """Return (M, 12) float32 features of (M, V) float32 distributions after all logits processors.
 
-    Args:
-        draft_probs: (M, V) float32, after all logits processors. Vocabularies of fewer than ten
-            tokens are padded with probability 0.
-        positions: (M,) position of the drafted token, 0 for the first generated token.
-
-    Returns:
-        (M, 12) float32: the ten largest probabilities in descending order, the entropy of the whole
-        distribution in nats, log(1 + position).
+    They are the ten largest probabilities in descending order (padded with 0 in a vocabulary of
+    fewer tokens), the entropy of the whole distribution in nats, and log(1 + position), where the
+    first generated token has position 0.
     """
     log_position = positions.to(draft_probs.dtype).log1p()[:, None]
     return torch.cat([hf_spec_kernels.draft_features(draft_probs, TOP), log_position], dim=-1)
 
 
 class DiscoClassifier(nn.Module):
-    """Two-layer network: features -> acceptance logit.
+    """Two-layer network: features -> acceptance logit."""
 
-    Attributes:
-        mean, std: (12,) float32 statistics of the features in the training set.
-    """
-
+    # (12,) float32 statistics of the features in the training set.
     mean: Tensor
     std: Tensor
 
     def __init__(self, hidden_size: int = 32):
         super().__init__()
-        self.hidden_size = hidden_size
         self.register_buffer("mean", torch.zeros(NUM_FEATURES))
         self.register_buffer("std", torch.ones(NUM_FEATURES))
         self.inner = nn.Linear(NUM_FEATURES, hidden_size)
@@ -70,12 +60,10 @@ class DiscoClassifier(nn.Module):
     def to_adapter(self, base: BaseModel, **options: Any) -> SpecAdapter:
         """Return the classifier as an adapter for the target `base`.
 
-        Args:
-            base: the target model.
-            options: JSON values to store: `threshold`, `max_draft_tokens`, `draft` (Hub id, folder
-                relative to the adapter's, or {"truncated": layers}) and measurements.
+        `options` are JSON values to store: `threshold`, `max_draft_tokens`, `draft` (Hub id, folder
+        relative to the adapter's, or {"truncated": layers}) and measurements.
         """
-        options = {"hidden_size": self.hidden_size, **options}
+        options = {"hidden_size": self.inner.out_features, **options}
         return SpecAdapter(METHOD, base, options, dict(self.state_dict()))
 
     @classmethod

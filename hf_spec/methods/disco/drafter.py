@@ -25,17 +25,17 @@ from hf_spec.drafting.length_policy import (
     register_policy,
 )
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.methods.disco.classifier import METHOD, DiscoClassifier, draft_features
-from hf_spec.methods.draft_model.config import DraftConfig, wide_tree
-from hf_spec.methods.draft_model.drafter import DraftModelConfig
-from hf_spec.methods.draft_model.loading import resolve_draft_model
-from hf_spec.methods.draft_model.other_tokenizer.assistant import (
+from hf_spec.methods.draft_model.loading import (
     AssistantWithTokenizers,
+    DraftConfig,
     LoadedDraft,
     find_draft,
+    resolve_draft_model,
+    wide_tree,
 )
-from hf_spec.methods.draft_model.truncated import truncated_draft
+from hf_spec.methods.draft_model.truncated import PREFIX
+from hf_spec.methods.loading import find_assistant
 from hf_spec.methods.registry import register
 
 # Largest draft length that an adapter may contain.
@@ -83,7 +83,7 @@ class MeasuredDiscoPolicy(MeasuredPolicy):
         return super().goes_on(tokens)
 
 
-def make_policy(config: DraftModelConfig, target: PreTrainedModel) -> DiscoPolicy:
+def make_policy(config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
     """Return the policy for `length_policy="disco"`, from the adapter that the config names."""
     if config.adapter is None:
         raise OptionError(
@@ -93,16 +93,14 @@ def make_policy(config: DraftModelConfig, target: PreTrainedModel) -> DiscoPolic
     return _load_policy(read_adapter(config.adapter), config, target)
 
 
-def _load_policy(
-    adapter: SpecAdapter, config: DraftModelConfig, target: PreTrainedModel
-) -> DiscoPolicy:
+def _load_policy(adapter: SpecAdapter, config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
     adapter.base.check(target)
     longest, threshold = config.max_draft_tokens, config.acceptance_threshold
-    return DiscoPolicy(
-        _calibrated(adapter, "max_draft_tokens", 1, LONGEST, int) if longest is None else longest,
-        _calibrated(adapter, "threshold", 0, 1, float, int) if threshold is None else threshold,
-        DiscoClassifier.from_adapter(adapter),
-    )
+    if longest is None:
+        longest = _calibrated(adapter, "max_draft_tokens", 1, LONGEST, int)
+    if threshold is None:
+        threshold = _calibrated(adapter, "threshold", 0, 1, float, int)
+    return DiscoPolicy(longest, threshold, DiscoClassifier.from_adapter(adapter))
 
 
 def _calibrated(adapter: SpecAdapter, name: str, low: float, high: float, *kinds: type) -> Any:
@@ -121,7 +119,6 @@ register_policy("disco", make_policy)
 def _load_parts(
     config: DiscoConfig, target: PreTrainedModel, assistant: object
 ) -> tuple[LoadedDraft, DiscoPolicy]:
-    """Return the draft model, and the policy with the classifier's threshold."""
     if config.adapter is not None:
         return find_draft(METHOD, assistant, target), make_policy(config, target)
     if isinstance(assistant, AssistantWithTokenizers):
@@ -143,7 +140,6 @@ def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: objec
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
-    """Return a drafter of trees that the classifier stops."""
     draft, policy = _load_parts(DiscoConfig(), target, assistant)
     return draft.drafter(wide_tree(batching), policy, target)
 
@@ -186,18 +182,12 @@ def read_adapter(name: str) -> SpecAdapter:
 
 
 def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
-    """Return the draft model that the adapter's option `draft` names.
-
-    Raises:
-        AssistantError: if it names none, or one that does not fit the target.
-    """
+    """Return the draft model that the adapter's option `draft` names, checked against `target`."""
     named: Any = adapter.options.get("draft")
     if isinstance(named, dict) and set(named) == {"truncated"}:
         what = f"{adapter.folder or 'the adapter'}: draft"
         depth = whole_number(what, named, "truncated", 1, adapter.base.num_layers - 1)
-        draft = cached_per_model(
-            target, ("truncated", depth), lambda: truncated_draft(target, depth)
-        )
+        draft = find_assistant(f"{PREFIX}{depth}", target, None)
         return resolve_draft_model(METHOD, draft, target)
     if isinstance(named, str):
         return resolve_draft_model(METHOD, beside(adapter, named), target)

@@ -2,15 +2,12 @@
 
 At every position of an answer the draft model predicts one token after the target's own text. The
 token is accepted if it equals the target's (Mamou et al. 2024, arXiv 2405.04304, appendix D.1). So
-the data contains no draft that has already gone wrong. There are two kinds of labels:
+the data contains no draft that has already gone wrong. Labels are
 
-========  =====================================================================================
-`hard`    1 if the draft model's most probable token is the target's token, else 0
-`soft`    1 - TV(draft, target): the probability that residual rejection accepts a sampled token
-========  =====================================================================================
+- `hard`: 1 if the draft model's most probable token is the target's token, else 0;
+- `soft`: 1 - TV(draft, target), the probability that residual rejection accepts a sampled token.
 
-The paper does not specify the optimizer, class weights, or how its labels relate to the total
-variation distance that it mentions; `DiscoTrainSettings` has the choices made here.
+The paper does not specify how its labels relate to the total variation distance that it mentions.
 """
 
 from __future__ import annotations
@@ -59,18 +56,15 @@ DraftSpec = PreTrainedModel | str | dict[str, int]
 
 @dataclass(frozen=True)
 class Observed:
-    """Draft model predictions at the T positions of one answer.
+    """Draft model predictions at the T positions of one answer to the prompt `id`.
 
     Attributes:
-        id: prompt id.
-        task: task of the prompt.
         features: (T, 12) float32, see `draft_features`.
         matched: (T,) bool, True where the most probable draft token is the target's.
         labels: (T,) float32 labels for training.
     """
 
     id: str
-    task: str
     features: Tensor
     matched: Tensor
     labels: Tensor
@@ -84,11 +78,9 @@ def run_training(job: TrainingJob) -> TrainingResult:
     named: DraftSpec = draft if draft is not None else {"truncated": layers}
     answers, tasks = job.answers(), job.options.tasks or None
     adapter = train_disco(job.target, named, answers, job.out, job.settings, tasks)
-    # Figures of the classifier and of fixed rules on the held-out prompts.
     validation = adapter.options["validation"]
-    keys = ("precision", "recall", "f1")
     rows = [
-        (rule, name, *(f"{figures[key]:.2f}" for key in keys))
+        (rule, name, *(f"{figures[key]:.2f}" for key in ("precision", "recall", "f1")))
         for rule, classes in validation["rules"].items()
         for name, figures in classes.items()
     ]
@@ -107,16 +99,9 @@ def train_disco(
 ) -> SpecAdapter:
     """Train a classifier for a target and a draft model, and write its adapter to `folder`.
 
-    Observations are cached in `folder / "training"`, from where an interrupted run resumes.
-
-    Args:
-        model: the target model.
-        draft: the draft model. Its name is stored in the adapter; a folder is stored relative to
-            `folder` and must be beside or inside it.
-        responses: greedy answers of the target.
-        folder: output folder.
-        settings: training settings.
-        tasks: use only the answers of these tasks.
+    Observations are cached in `folder / "training"`, from where an interrupted run resumes. The
+    name of the draft model is stored in the adapter; a folder is stored relative to `folder` and
+    must be beside or inside it. `responses` are greedy answers, of which `tasks` may select some.
 
     Raises:
         OptionError: if there are too few answers, or `folder` contains another run.
@@ -161,17 +146,15 @@ def observe(
     folder: Path,
     labels: str,
 ) -> list[Observed]:
-    """Return the draft model's predictions at every position of `responses`.
+    """Return the draft model's predictions at every position of `responses`, cached in `folder`.
 
-    The target runs only if `labels` is "soft". Observations are cached in `folder`.
-
-    Raises:
-        OptionError: if `folder` contains observations of other models, labels or responses.
+    The target runs only if `labels` is "soft". Observations of other models, labels or responses in
+    `folder` raise `OptionError`.
     """
     facts = {"draft": _digest(draft), "target": _digest(model), "labels": labels}
     compute = partial(_predict, model, draft, labels)
     return [
-        Observed(response.id, response.task, **tensors)
+        Observed(response.id, **tensors)
         for response, tensors in stored(folder, "observed", responses, facts, compute)
     ]
 
@@ -219,14 +202,13 @@ def evaluate(
 
     An answer is divided into the rounds of an ideal drafter, which drafts up to and including its
     first mismatch. So every position is the j-th draft token of one round. The static length k
-    predicts acceptance for j < k; the confidence rule if the largest draft probability is at least
-    0.4; the classifier if its prediction is at least `threshold`. The truth is `Observed.matched`.
+    predicts acceptance for j < k. The truth is `Observed.matched`.
 
     Returns:
         "acceptance": the share of accepted positions; "rules": rule ("disco", "confidence",
         "static 1", ...) -> class ("accepted", "rejected") -> metrics.
     """
-    features, _ = _concatenate(observed)
+    features = torch.cat([o.features for o in observed])
     matched = torch.cat([o.matched for o in observed])
     places = torch.cat([round_places(o.matched) for o in observed])
     predictions = {
@@ -262,7 +244,6 @@ def _metrics(predicted: Tensor, actual: Tensor) -> dict[str, float]:
 
 
 def _concatenate(observed: Sequence[Observed]) -> tuple[Tensor, Tensor]:
-    """Return features and labels of all positions."""
     return torch.cat([o.features for o in observed]), torch.cat([o.labels for o in observed])
 
 
@@ -295,7 +276,6 @@ def _predict(
 def _load_draft(
     draft: DraftSpec, folder: Path, target: PreTrainedModel
 ) -> tuple[PreTrainedModel, str | dict[str, int] | None]:
-    """Return the draft model and its name in the adapter."""
     if isinstance(draft, PreTrainedModel):
         return resolve_draft_model(METHOD, draft, target), None
     name: str | dict[str, int] = draft

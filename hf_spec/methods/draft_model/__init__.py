@@ -11,14 +11,7 @@ One round:
 4. Accepted tokens and one more are committed; the rule preserves the target's distribution.
 5. The draft model keeps the keys and values of accepted tokens only.
 
-============================================  ====================================================
-levels, keys and values                       `drafter`, `hf_spec.drafting.level_drafter`
-draft length                                  `hf_spec.drafting.length_policy`
-the target's first N layers as a draft model  `truncated`
-a trained one (`hf-spec train draft`)         `trained`, `training`
-a draft model with another tokenizer          `other_tokenizer`
-============================================  ====================================================
-
-Differences: trees; batches; draft length and number of nodes can follow measured costs; the draft
-model may know fewer tokens than the target, or use another tokenizer.
+The levels are grown by `hf_spec.drafting.level_drafter`. Differences: trees; batches; draft length
+and number of nodes can follow measured costs; the draft model may know fewer tokens than the
+target, or use another tokenizer.
 """

@@ -1,15 +1,12 @@
-"""Drafts from a smaller model, grown level by level (see `hf_spec.drafting.level_drafter`).
-
-Each level is one forward pass of the draft model over all rows. Accepted tokens stay in its KV
-cache, so it never runs a token twice.
-"""
+"""Options of `draft` (a chain) and `tree`, and the drafter of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError, choices
+from hf_spec.drafting.config import AUTO
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth
@@ -34,7 +32,7 @@ TRANSLATIONS = ("shared", "text")
 
 
 @dataclass(frozen=True)
-class DraftModelConfig(LevelConfig):
+class DraftConfig(LevelConfig):
     """Options of drafts from a model; a chain by default.
 
     Attributes:
@@ -44,6 +42,7 @@ class DraftModelConfig(LevelConfig):
             vocabularies share at least half of the target's tokens.
     """
 
+    adapter_methods: ClassVar[tuple[str, ...] | None] = ("draft",)
     takes_tokenizers = True
 
     translation: str | None = None
@@ -56,26 +55,52 @@ class DraftModelConfig(LevelConfig):
             )
 
 
+@dataclass(frozen=True)
+class TreeConfig(DraftConfig):
+    """Options of a tree from a draft model; `max_draft_tokens` is its depth.
+
+    Attributes:
+        children: most children per node.
+        expanded_per_level: most nodes per level that get children, the most probable paths first.
+        max_nodes: most nodes sent to the target, root excluded, the most probable paths first;
+            "auto" lets the cost model choose; None is 15.
+        min_probability: a node less probable than this gets no children.
+        min_sibling_ratio: a child less probable than this share of its best sibling is dropped.
+    """
+
+    sizes: ClassVar[tuple[str, ...]] = ("max_draft_tokens", "max_nodes")
+    usual = MappingProxyType({"max_draft_tokens": 5, "max_nodes": 15})
+    longest = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 24})
+
+    sample_drafts: bool = False
+    children: int = 3
+    expanded_per_level: int = 4
+    max_nodes: int | str | None = AUTO
+    min_probability: float = 0.0
+    min_sibling_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("children", "expanded_per_level"):
+            self.check(name, 1)
+        for name in ("min_probability", "min_sibling_ratio"):
+            self.check(name, 0, 1)
+
+
 class DraftModelDrafter(LevelDrafter):
     """Grows a chain, a tree or a graph per row with a draft model.
 
-    Args:
-        config: its options.
-        model: the draft model.
-        policy: the length policy; by default the configured one, if that needs no adapter.
-        vocab_size: V of the target, if padding makes the draft model's differ.
+    `policy` is by default the configured one, if that needs no adapter; `vocab_size` is V of the
+    target, if padding makes the draft model's differ.
     """
 
     # From `start` on.
     _runner: ModelRunner
     _head: FewTokensHead | None
 
-    # True if the draft model reads the tokens that it drafts.
-    reads_own_tokens: ClassVar[bool] = True
-
     def __init__(
         self,
-        config: DraftModelConfig,
+        config: DraftConfig,
         model: PreTrainedModel,
         policy: LengthPolicy | None = None,
         vocab_size: int | None = None,
@@ -94,22 +119,18 @@ class DraftModelDrafter(LevelDrafter):
         """Empty the KV cache of every row."""
         super().start(state)
         self._runner = self._make_runner(state.num_rows)
-        self._head = None if self._translates else _restricted_head(self.model)
-        if self._head is not None and self._head.vocabulary is not None:
-            token_ids = self._head.vocabulary.to(state.device)
-            self.restrict_vocabulary(token_ids, self._head.full_size)
         self._runner.expected_length = state.expected_length
+        # A trained draft model may draft some tokens only.
+        head: Any = self.model.get_output_embeddings()
+        self._head = None
+        if isinstance(head, FewTokensHead) and head.vocabulary is not None and not self._translates:
+            self._head = head
+            self.restrict_vocabulary(head.vocabulary.to(state.device), head.full_size)
 
     @property
     def _translates(self) -> bool:
         """True if the target's token ids differ from the draft model's."""
         return self.vocab_size not in (None, num_embeddings(self.model))
-
-    def _draft_vocab_logits(self) -> AbstractContextManager[None]:
-        """Restrict logits to `draft_vocab_ids`, unless a processor reads token ids."""
-        if self._head is None or self.processors.reads_tokens:
-            return nullcontext()
-        return self._head.restrict_logits()
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
         batching, size = self.config.batching, self.vocab_size
@@ -124,7 +145,6 @@ class DraftModelDrafter(LevelDrafter):
 
     def prefill(self, run: Callable[[ModelRunner], object]) -> None:
         """Let the draft model run a prompt that is more than tokens."""
-        assert self._runner is not None, "prompts run while active"
         run(self._runner)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
@@ -139,27 +159,22 @@ class DraftModelDrafter(LevelDrafter):
 
     @property
     def supports_device_growth(self) -> bool:
-        """True on a GPU, if the draft model reads the drafted token ids as they are."""
+        """True on a GPU."""
         # The bits that the device computes for trees have no room for gaps in the KV cache.
         has_bits = self.shape.children == 1 or not BATCHING[self.config.batching].pads_kv
-        return self.reads_own_tokens and has_bits and self._runner.supports_device_tokens
+        return has_bits and self._runner.supports_device_tokens
 
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
         """Return the (M, R) distributions of the draft model, from one forward pass."""
         drafts = {row: growth.expanded_subtree(row) for row in growth.rows}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
         nodes = [n for row in growth.rows for n in tree.nodes(row)[-growth.num_nodes(row) :]]
-        with self._draft_vocab_logits():
+        # A processor that reads token ids needs the logits of all tokens.
+        head = None if self.processors.reads_tokens else self._head
+        with nullcontext() if head is None else head.restrict_logits():
             if growth.tokens_on_device:
                 tokens = DeviceTokens(growth.tokens, growth.visible).to(self._runner.device)
                 output = self._runner.forward_device_tokens(tree, state.tokens, nodes, tokens)
             else:
                 output = self._runner.forward(tree, state.tokens, nodes)
         return self.processed(state, growth, output.logits.to(state.device, torch.float32))
-
-
-def _restricted_head(model: PreTrainedModel) -> FewTokensHead | None:
-    """Return the head of a draft model that can draft some tokens only; None for others."""
-    head: Any = model.get_output_embeddings()
-    restricted = isinstance(head, FewTokensHead) and head.vocabulary is not None
-    return head if restricted else None

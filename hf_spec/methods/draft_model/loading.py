@@ -1,21 +1,128 @@
-"""Loads draft models: a model object, a folder, a Hub id or an adapter of `hf-spec train draft`."""
+"""The drafters of `draft` and `tree`, with their draft model and, if they differ, tokenizers.
+
+A draft model is passed as an object, a folder, a Hub id or an adapter of `hf-spec train draft`. The
+tokenizers are passed to `generate()` as `tokenizer=` and `assistant_tokenizer=`, as in
+transformers. If the assistant is a folder or Hub id, both are loaded by the names of the models.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter, is_adapter, load_adapter
 from hf_spec.adapters.hub import Place
-from hf_spec.common.errors import AssistantError, HubError, SpecError, UnsupportedError
+from hf_spec.common.errors import (
+    AssistantError,
+    HubError,
+    OptionError,
+    SpecError,
+    UnsupportedError,
+)
 from hf_spec.common.hub import load_named
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
+from hf_spec.drafting.length_policy import LengthPolicy
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.engine.models.cross_attention import attends_to_encoder, is_lone_decoder
 from hf_spec.engine.models.support_checks import check_model
+from hf_spec.methods.draft_model.drafter import DraftConfig, DraftModelDrafter, TreeConfig
+from hf_spec.methods.draft_model.other_tokenizer.drafter import make_cross_tokenizer_drafter
+from hf_spec.methods.draft_model.other_tokenizer.tokenizers import TextTokens, TokenizerPair
 from hf_spec.methods.draft_model.trained import METHOD
 from hf_spec.methods.loading import adapter_module, build_adapter, read_once, reject_published
+from hf_spec.methods.registry import register
+
+
+@dataclass(frozen=True)
+class AssistantWithTokenizers:
+    """An assistant that was passed with both tokenizers."""
+
+    assistant: Any
+    tokenizer: Any
+    assistant_tokenizer: Any
+
+
+class LoadedDraft(NamedTuple):
+    """A draft model, and both tokenizers if they differ."""
+
+    model: PreTrainedModel
+    pair: TokenizerPair | None = None
+
+    def drafter(
+        self, config: DraftConfig, policy: LengthPolicy, target: PreTrainedModel
+    ) -> DraftModelDrafter:
+        """Return a drafter that uses the model."""
+        if self.pair is None:
+            return DraftModelDrafter(config, self.model, policy, num_embeddings(target))
+        return make_cross_tokenizer_drafter(config, self.model, policy, self.pair)
+
+
+def with_tokenizers(
+    config: StrategyConfig, assistant: Any, tokenizer: Any, assistant_tokenizer: Any
+) -> Any:
+    """Return `assistant`, combined with the tokenizers if `assistant_tokenizer` is passed."""
+    if assistant_tokenizer is None:
+        return assistant
+    if not config.takes_tokenizers:
+        raise UnsupportedError(
+            f"assistant_tokenizer= cannot be combined with spec_strategy={config.strategy!r}, "
+            "which drafts the target's own tokens; leave it out, or use 'draft', 'tree', 'gsd', "
+            "'disco' or 'auto'"
+        )
+    if tokenizer is None:
+        raise OptionError("assistant_tokenizer= also needs the target's tokenizer; pass tokenizer=")
+    if assistant is None or isinstance(assistant, (list, tuple)):
+        raise AssistantError(
+            "assistant_tokenizer= is for one draft model, but assistant= has "
+            f"{'none' if assistant is None else len(assistant)}; pass one, or the folders of "
+            "several, from which their tokenizers are loaded"
+        )
+    return AssistantWithTokenizers(assistant, tokenizer, assistant_tokenizer)
+
+
+def make_drafter(config: DraftConfig, target: PreTrainedModel, assistant: object) -> Drafter:
+    """Return the drafter of a config, with its draft model loaded and checked."""
+    draft = find_draft(config.strategy, assistant, target)
+    make = partial(draft.drafter, target=target)
+    return with_policy(config, target, make, config.shape.children)
+
+
+def wide_tree(batching: str) -> TreeConfig:
+    """Return the tree that a draft model grows for `auto`, which chooses the nodes to send."""
+    return TreeConfig(max_draft_tokens=5, max_nodes=24, batching=batching)
+
+
+def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+    return make_drafter(wide_tree(batching), target, assistant)
+
+
+register("draft", make_drafter)(DraftConfig)
+register("tree", make_drafter, _make_for_auto)(TreeConfig)
+
+
+def find_draft(strategy: str, assistant: Any, target: PreTrainedModel) -> LoadedDraft:
+    """Return the draft model of a call, and both tokenizers if they differ."""
+    if isinstance(assistant, AssistantWithTokenizers):
+        model = read_draft_model(strategy, assistant.assistant, target)
+        return _with_pair(model, target, assistant.tokenizer, assistant.assistant_tokenizer)
+    if not isinstance(assistant, (str, os.PathLike)):
+        return LoadedDraft(resolve_draft_model(strategy, assistant, target))
+    model = read_draft_model(strategy, assistant, target)
+    if _has_targets_size(model, target):
+        return LoadedDraft(model)
+    names = str(target.config.name_or_path), os.fspath(assistant)
+    key = ("tokenizers", *names)
+    tokenizers = cached_per_model(target, key, lambda: [_load_tokenizer(name) for name in names])
+    return _with_pair(model, target, *tokenizers)
 
 
 def resolve_draft_model(
@@ -23,28 +130,17 @@ def resolve_draft_model(
 ) -> PreTrainedModel:
     """Return the draft model for `assistant`, checked against the target.
 
-    Args:
-        strategy: for messages.
-        assistant: a model, a PEFT model, a `SpecAdapter`, or a folder or Hub id of a model or of a
-            draft adapter.
-        target: the target model.
-
-    Raises:
-        AssistantError: if it is missing, cannot be loaded, or has another vocabulary.
+    It is a model, a PEFT model, a `SpecAdapter`, or a folder or Hub id of a model or draft adapter;
+    `strategy` is for messages. A missing or unfit one raises `AssistantError`.
     """
     model = read_draft_model(strategy, assistant, target)
-    if not has_targets_size(model, target):
+    if not _has_targets_size(model, target):
         raise AssistantError(
             f"the assistant's vocabulary has {num_embeddings(model)} tokens, the target's "
             f"{num_embeddings(target)}, more than padding explains; choose a model of the same "
             "family, or give generate() both tokenizers: tokenizer=, assistant_tokenizer="
         )
     return model
-
-
-def has_targets_size(model: PreTrainedModel, target: PreTrainedModel) -> bool:
-    """Return True if the sizes of two vocabularies differ by no more than padding."""
-    return abs(num_embeddings(model) - num_embeddings(target)) <= PADDED_ROWS
 
 
 def read_draft_model(strategy: str, assistant: object, target: PreTrainedModel) -> PreTrainedModel:
@@ -56,7 +152,7 @@ def read_draft_model(strategy: str, assistant: object, target: PreTrainedModel) 
         )
     if isinstance(assistant, (str, os.PathLike)):
         name = os.fspath(assistant)
-        assistant = read_once(target, METHOD, name, lambda: _load(name, target))
+        assistant = read_once(target, METHOD, name, lambda: _load_model(name, target))
     elif isinstance(assistant, SpecAdapter):
         assistant = adapter_module(assistant, METHOD, target)
     unwrap = getattr(assistant, "get_base_model", None)
@@ -72,6 +168,24 @@ def read_draft_model(strategy: str, assistant: object, target: PreTrainedModel) 
     except SpecError as error:
         raise AssistantError(f"the assistant cannot draft: {error}") from error
     return model
+
+
+def _has_targets_size(model: PreTrainedModel, target: PreTrainedModel) -> bool:
+    return abs(num_embeddings(model) - num_embeddings(target)) <= PADDED_ROWS
+
+
+def _with_pair(
+    model: PreTrainedModel, target: PreTrainedModel, tokenizer: Any, assistant_tokenizer: Any
+) -> LoadedDraft:
+    def make() -> TokenizerPair:
+        return TokenizerPair(
+            TextTokens(tokenizer, num_embeddings(target), "tokenizer"),
+            TextTokens(assistant_tokenizer, num_embeddings(model), "assistant_tokenizer"),
+        )
+
+    sizes = len(tokenizer), len(assistant_tokenizer), num_embeddings(model)
+    pair = cached_per_model(target, ("tokens", tokenizer, assistant_tokenizer, *sizes), make)
+    return LoadedDraft(model, None if pair.identical else pair)
 
 
 def _check_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -93,25 +207,46 @@ def _check_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> None:
         )
 
 
-def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
+def _load_model(name: str, target: PreTrainedModel) -> PreTrainedModel:
     if is_adapter(name):
         draft: PreTrainedModel = build_adapter(load_adapter(name, METHOD), target)
         return draft
     reject_published(name, "not a draft model")
+    model: PreTrainedModel = _load(
+        AutoModelForCausalLM,
+        name,
+        lambda error: f"assistant={name!r} cannot be loaded: {error}",
+        dtype=target.dtype,
+        use_safetensors=True,
+        device_map={"": target.device},
+    )
+    return model.eval()
+
+
+def _load_tokenizer(name: str) -> Any:
+    return _load(
+        AutoTokenizer,
+        name,
+        lambda error: (
+            f"the assistant has another vocabulary than the target, and the tokenizer of {name!r} "
+            f"cannot be loaded ({str(error).splitlines()[0]}); pass both to generate(): "
+            "tokenizer=, assistant_tokenizer="
+        ),
+    )
+
+
+def _load(kind: Any, name: str, failure: Callable[[Exception], str], **options: Any) -> Any:
     place = Place(name) if Path(name).exists() else Place.of(name)
     try:
-        model = load_named(
-            AutoModelForCausalLM,
+        return load_named(
+            kind,
             place.repo_id,
             revision=place.revision or "main",
-            dtype=target.dtype,
-            use_safetensors=True,
             # By default transformers asks on the terminal whether to run a model's own code.
             trust_remote_code=False,
-            device_map={"": target.device},
+            **options,
         )
     except HubError:
         raise
     except Exception as error:
-        raise AssistantError(f"assistant={name!r} cannot be loaded: {error}") from error
-    return model.eval()
+        raise AssistantError(failure(error)) from error

@@ -23,17 +23,10 @@ LORA_PREFIX = "lora."
 
 
 class TrainableDraft:
-    """Truncated model with a LoRA on copies of its layers, for training or decoding.
+    """The target's first layers, copied, with a LoRA of some rank, for training or decoding.
 
-    Args:
-        target: not changed.
-        num_layers: number of its first layers to copy.
-        rank: of the LoRA.
-        vocabulary: (R,) int64 token ids that the model can draft; None for all.
-
-    Attributes:
-        model: the draft model; the LoRA, the final norm and the bridge require gradients.
-        head: its output head.
+    `vocabulary` are the (R,) int64 token ids that it can draft; None for all. Of `model`, the LoRA,
+    the final norm and the bridge require gradients.
     """
 
     def __init__(
@@ -74,15 +67,11 @@ class TrainableDraft:
         weights = {name: t for name, t in tensors.items() if name != VOCABULARY}
         expected = {name: t.shape for name, t in self._trained().items()}
         check_tensors("the draft adapter", weights, expected)
-        lora = {
-            name.removeprefix(LORA_PREFIX): weight
-            for name, weight in weights.items()
-            if name.startswith(LORA_PREFIX)
-        }
-        set_peft_model_state_dict(self._tuner, lora, adapter_name="default")
         with torch.no_grad():
             for name, parameter in self._norm_and_bridge().items():
-                parameter.copy_(tensors[name])
+                parameter.copy_(weights.pop(name))
+        lora = {name.removeprefix(LORA_PREFIX): weight for name, weight in weights.items()}
+        set_peft_model_state_dict(self._tuner, lora, adapter_name="default")
 
     def merge(self) -> PreTrainedModel:
         """Return the draft model with the LoRA merged into its weights; it cannot be trained on."""
@@ -110,12 +99,7 @@ class TrainableDraft:
 
 
 def draft_from_adapter(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
-    """Return the trained draft model of `adapter`, in the dtype and on the device of `target`.
-
-    Raises:
-        AssistantError: if the adapter is damaged or belongs to another base.
-    """
-    adapter.base.check(target)
+    """Return the trained draft model of `adapter`, in the dtype and on the device of `target`."""
     what, options = "the draft adapter", adapter.options
     num_layers = whole_number(what, options, "num_layers", 1, adapter.base.num_layers - 1)
     # The rank cannot exceed the size of the largest tensor in the file.

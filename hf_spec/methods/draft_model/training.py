@@ -51,11 +51,8 @@ def train_draft(
 ) -> SpecAdapter:
     """Train a draft model on a frozen target's answers and write its adapter to `folder`.
 
-    Checkpoint and metrics are written to its `training` folder.
-
-    Raises:
-        UnsupportedError: if the target changes its logits after the head.
-        OptionError: if the training or the held-out set is empty.
+    Checkpoint and metrics are written to its `training` folder. Raises `UnsupportedError` if the
+    target changes its logits after the head, `OptionError` if a set of answers is empty.
     """
     check_plain_head(model)
     learned, held = learned_and_held(examples, settings.held_back, "examples")
@@ -71,16 +68,9 @@ def train_draft(
         return acceptance(distillation.matches([held[i : i + 16] for i in range(0, len(held), 16)]))
 
     record = {**asdict(settings), "examples": len(examples)}
-    sources = learned_from(model, [example.response for example in examples])
-    metrics = train(
-        parameters,
-        distillation.loss,
-        epochs,
-        run,
-        folder / "training",
-        evaluate,
-        {**record, **sources},
-    )
+    facts = {**record, **learned_from(model, [example.response for example in examples])}
+    log = folder / "training"
+    metrics = train(parameters, distillation.loss, epochs, run, log, evaluate, facts)
     options = {"training": {**record, **asdict(run)}, "held_back": metrics}
     return save_trained(folder, draft.to_adapter(options))
 

@@ -23,12 +23,8 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """Return a model of the first `num_layers` layers of `model`, its embeddings, norm and head.
 
     Modules are shared, not copied. The draft model needs no memory, follows the target to another
-    device and includes its LoRA adapters.
-
-    Args:
-        model: a decoder-only model, an encoder-decoder (its decoder is truncated), or a PEFT model
-            around either.
-        num_layers: at least 1, fewer than the model has.
+    device and includes its LoRA adapters. Of an encoder-decoder the decoder is truncated. `model`
+    may be a PEFT model.
 
     Raises:
         OptionError: if `num_layers` is out of range or the list of layers is ambiguous.
@@ -48,11 +44,7 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 
 def named_layers(name: object) -> int | None:
-    """Return N if `name` is "truncated:N", the target's first N layers; else None.
-
-    Raises:
-        OptionError: if N is not a number.
-    """
+    """Return N if `name` is "truncated:N", the target's first N layers; else None."""
     if not isinstance(name, str) or not name.startswith(PREFIX):
         return None
     count = name.removeprefix(PREFIX)
@@ -111,11 +103,7 @@ def without_head(model: PreTrainedModel) -> Any:
 def own_copy(part: PreTrainedModel) -> PreTrainedModel:
     """Replace all modules of a truncated model but embeddings and head with dense copies.
 
-    Returns:
-        The model itself.
-
-    Raises:
-        UnsupportedError: if weights are offloaded or sharded among processes.
+    Returns the model itself; offloaded or sharded weights raise `UnsupportedError`.
     """
     table: Any = part.get_input_embeddings()
     shared = {id(table), id(part.get_output_embeddings())}

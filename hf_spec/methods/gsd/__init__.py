@@ -18,6 +18,5 @@ Differences: an edge that would close a cycle is refused (the released code reli
 sampling is exact by node draw, and the paper's rule, which changes the output distribution, is
 `GsdConfig(lossy=True)`.
 
-Files: `config`. The drafter is that of `draft` and `tree`, `hf_spec.methods.draft_model.drafter`;
-merging is in `hf_spec.drafting.token_graph`, the sampling rule in `hf_spec.drafting.lossy_rules`.
+The drafter is that of `draft` and `tree`; merging is in `hf_spec.drafting.token_graph`.
 """

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from hf_spec.common.errors import OptionError
 from hf_spec.drafting.lossy_rules import IndependentAcceptance
 from hf_spec.engine.decode.verifiers import Verifier
-from hf_spec.methods.draft_model.config import TreeConfig, make_drafter
+from hf_spec.methods.draft_model.loading import TreeConfig, make_drafter
 from hf_spec.methods.registry import register
 
 

@@ -12,10 +12,5 @@ n from 8 down to 1 are tried; several matches become branches of one tree. Witho
 length, the cost model chooses it (`hf_spec.drafting.cost_model`), with acceptance rates by n.
 
 With `across_answers`, drafts are also copied from earlier answers, as in SuffixDecoding (Oliaro et
-al. 2024, arXiv 2411.04975, section 3): the draft is a tree of the most frequent continuations, its
-size is proportional to the length of the match, and its score is the expected number of accepted
-tokens.
-
-Files: `drafter` (config, n-gram index, LLMA), `answer_store` (store of answers and its search),
-`answers_drafter` (recording answers, drafting from them).
+al. 2024, arXiv 2411.04975, section 3; see `answer_store`).
 """

@@ -1,4 +1,4 @@
-"""Store of earlier answers, and drafts of what followed in them (SuffixDecoding).
+"""Store of earlier answers, and drafters that record answers and copy from them (SuffixDecoding).
 
 Every stored position whose preceding tokens equal the end of the current text votes for its next
 token. The share of votes is the probability of a node after its parent. Drafts grow by the most
@@ -14,14 +14,20 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from hf_spec.common.errors import OptionError
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 
 # Longest match, and number of prompt tokens that are stored in front of an answer.
 LONGEST_MATCH = 64
@@ -40,14 +46,8 @@ Tokens = np.ndarray[Any, np.dtype[np.int32]]
 class LookupStore:
     """Answers of earlier calls, from which `lookup` and `auto` copy.
 
-    Any number of concurrent calls may use it, with any models that share a tokenizer. When it is
-    full, the oldest answers are removed.
-
-    Args:
-        max_tokens: capacity in tokens, four bytes each.
-
-    Raises:
-        OptionError: if `max_tokens` is not an integer of at least 1.
+    Any number of concurrent calls may use it, with any models that share a tokenizer. When its
+    `max_tokens` tokens, four bytes each, are full, the oldest answers are removed.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS):
@@ -66,7 +66,6 @@ class LookupStore:
         with self._lock:
             # Never modified in place, so readers need no lock.
             self.text: Tokens = np.zeros(0, dtype=np.int32)
-            self._lengths: deque[int] = deque()
 
     def add(self, tokens: Sequence[int]) -> None:
         """Store an answer; if it is longer than the store, only its end."""
@@ -74,19 +73,14 @@ class LookupStore:
         if len(entry) < 2:
             return
         with self._lock:
-            self._lengths.append(len(entry))
-            surplus = len(self.text) + len(entry) - self.max_tokens
-            first = 0
-            while first < surplus:
-                first += self._lengths.popleft()
-            self.text = np.concatenate([self.text[first:], np.asarray(entry, dtype=np.int32)])
+            kept, surplus = self.text, len(self.text) + len(entry) - self.max_tokens
+            if surplus > 0:
+                ends = np.flatnonzero(kept == SEPARATOR) + 1
+                kept = kept[ends[ends >= surplus][0] :]
+            self.text = np.concatenate([kept, np.asarray(entry, dtype=np.int32)])
 
     def serve(self, vocab_size: int) -> None:
-        """Use the store for a vocabulary of this size.
-
-        Raises:
-            OptionError: if it holds answers in a vocabulary of another size.
-        """
+        """Use the store for a vocabulary of this size; `OptionError` if it holds one of another."""
         with self._lock:
             if self._vocab_size is None or not len(self.text):
                 self._vocab_size = vocab_size
@@ -97,12 +91,12 @@ class LookupStore:
                 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class StoredDraft:
     """Draft from the store, without the root.
 
     Attributes:
-        tokens: token ids of the nodes.
+        tokens: token id of each node.
         parents: index of each node's parent, where 0 is the root and node i has index i + 1.
         probs: probability of each node after its parent.
         score: expected number of accepted tokens.
@@ -119,12 +113,7 @@ def find_draft(
 ) -> StoredDraft:
     """Return the draft with the highest score over all match lengths; empty without a match.
 
-    Args:
-        text: the stored tokens, ending with `SEPARATOR`.
-        last: the last tokens of the sequence.
-        max_nodes: most nodes of the draft.
-        max_depth: most levels of the draft.
-        min_match: shortest match.
+    `text` are the stored tokens, ending with `SEPARATOR`; `last` are the last ones of the sequence.
     """
     best = StoredDraft([], [], [])
     # Positions after a match, at which another token is stored.
@@ -141,26 +130,19 @@ def find_draft(
         if length >= min_match and len(longer) < len(positions):
             size = min(max_nodes, int(NODES_PER_TOKEN * length))
             draft = _grow(text, positions, size, max_depth)
-            best = max(best, draft, key=_score)
+            best = max(best, draft, key=attrgetter("score"))
         positions = longer
     return best
 
 
-def _score(draft: StoredDraft) -> float:
-    return draft.score
-
-
 def _grow(text: Tokens, positions: Any, max_nodes: int, max_depth: int) -> StoredDraft:
     """Return the most probable nodes of the continuations at `positions`, parents first."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    probs: list[float] = []
-    score = 0.0
+    draft = StoredDraft([], [], [])
     # Heap of (-reach, order, probability, token, parent, depth, positions after the token).
     candidates: list[tuple[float, int, float, int, int, int, Any]] = []
     order = 0
     node, depth, reach = 0, 0, 1.0
-    while len(tokens) < max_nodes:
+    while len(draft.tokens) < max_nodes:
         if depth < max_depth:
             following = text[positions]
             for token, count in Counter(following.tolist()).most_common():
@@ -174,9 +156,75 @@ def _grow(text: Tokens, positions: Any, max_nodes: int, max_depth: int) -> Store
             break
         negative_reach, _, share, token, parent, depth, positions = heapq.heappop(candidates)
         reach = -negative_reach
-        tokens.append(token)
-        parents.append(parent)
-        probs.append(share)
-        score += reach
-        node = len(tokens)
-    return StoredDraft(tokens, parents, probs, score)
+        draft.tokens.append(token)
+        draft.parents.append(parent)
+        draft.probs.append(share)
+        draft.score += reach
+        node = len(draft.tokens)
+    return draft
+
+
+class AnswerRecorder(Drafter):
+    """Drafter that adds the answer of every finished row to `store`.
+
+    The end of the prompt is stored in front of the answer, so that the next answer to it matches
+    from its first token on. Rows that an error or the caller interrupted are not stored.
+    """
+
+    store: LookupStore
+
+    def start(self, state: GenerationState) -> None:
+        """Begin with no recorded row."""
+        super().start(state)
+        self._recorded: set[int] = set()
+
+    def restart(self, row: int) -> None:
+        """Record `row` again when its new sequence ends."""
+        super().restart(row)
+        self._recorded.discard(row)
+
+    @contextmanager
+    def active(self, state: GenerationState) -> Iterator[None]:
+        """Record the rows that finished last on exit."""
+        with super().active(state):
+            try:
+                yield
+            finally:
+                self._record(state)
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Record the rows that this round finished."""
+        super().observe(verdict, output)
+        assert self._generation is not None, "drafts are verified while active"
+        self._record(self._generation)
+
+    def _record(self, state: GenerationState) -> None:
+        for row, finished in enumerate(state.finished):
+            if finished and state.generated[row] and row not in self._recorded:
+                self._recorded.add(row)
+                self.store.add(state.tokens[row][-(state.generated[row] + LONGEST_MATCH) :])
+
+
+class AnswersDrafter(AnswerRecorder):
+    """Drafts from earlier answers only, not from the sequence itself."""
+
+    def __init__(self, store: LookupStore, max_nodes: int, max_depth: int, min_match_length: int):
+        self.store = store
+        self.max_nodes = max_nodes
+        self.max_depth = max_depth
+        self.min_match_length = min_match_length
+
+    def num_forwards(self, depth: int) -> int:
+        """Return 0: there is no model."""
+        return 0
+
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        """Return the best stored draft of every unfinished row, with probabilities."""
+        drafts, probs = {}, []
+        for row, limit in limits.items():
+            tokens, depth = state.tokens[row], min(limit, self.max_depth)
+            last = tokens[-LONGEST_MATCH:]
+            draft = find_draft(self.store.text, last, self.max_nodes, depth, self.min_match_length)
+            drafts[row] = [tokens[-1], *draft.tokens], [-1, *draft.parents]
+            probs += [1.0, *draft.probs]
+        return DraftTree.from_drafts(drafts, state.num_rows, node_probs=probs)

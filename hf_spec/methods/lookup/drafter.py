@@ -26,10 +26,11 @@ from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.lookup.answer_store import (
     LONGEST_MATCH,
     SEPARATOR,
+    AnswerRecorder,
+    AnswersDrafter,
     LookupStore,
     find_draft,
 )
-from hf_spec.methods.lookup.answers_drafter import AnswerRecorder, AnswersDrafter
 from hf_spec.methods.registry import register
 
 # Defaults where only the other one is configured.
@@ -48,7 +49,7 @@ STORE_PRIOR = (0.9, 0.9)
 
 
 def _make(config: LookupConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    if not isinstance(assistant, (LookupStore, type(None))):
+    if not isinstance(assistant, LookupStore | None):
         raise AssistantError(
             f"spec_strategy='lookup' takes no assistant, got {type(assistant).__name__}; drop "
             "assistant=, pass a hf_spec.LookupStore, or use 'draft' or 'tree'"
@@ -68,11 +69,7 @@ def _make(config: LookupConfig, target: PreTrainedModel, assistant: object) -> D
 def find_store(
     across_answers: bool, target: PreTrainedModel, store: LookupStore | None
 ) -> LookupStore | None:
-    """Return `store` or, with `across_answers`, the store that is cached on the target.
-
-    Raises:
-        OptionError: if the store holds answers in another vocabulary.
-    """
+    """Return `store` or, with `across_answers`, the store that is cached on the target."""
     size = num_embeddings(target)
     if store is None and across_answers:
         store = cached_per_model(target, ("answers", size), LookupStore)
@@ -137,7 +134,6 @@ class LookupDrafter(Drafter):
         self.config = config
         self._copy_length = config.copy_length or COPY_LENGTH
         self._max_nodes = config.max_draft_tokens or MAX_NODES
-        self._indexes: list[_NgramIndex] = []
 
     def num_forwards(self, depth: int) -> int:
         """Return 0: there is no model."""
@@ -145,11 +141,12 @@ class LookupDrafter(Drafter):
 
     def start(self, state: GenerationState) -> None:
         """Begin with an empty index per row."""
-        self._indexes = [self._new_index() for _ in state.tokens]
+        lengths = range(self.config.min_match_length, self.config.match_length + 1)
+        self._indexes = [_NgramIndex(lengths) for _ in state.tokens]
 
     def restart(self, row: int) -> None:
         """Begin with an empty index for one row."""
-        self._indexes[row] = self._new_index()
+        self._indexes[row] = _NgramIndex(self._indexes[row].lengths)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Return one tree of continuations per unfinished row."""
@@ -161,9 +158,6 @@ class LookupDrafter(Drafter):
             self._indexes[row].extend(text)
             drafts[row] = self._propose(row, sequence, text, limit)
         return DraftTree.from_drafts(drafts, state.num_rows)
-
-    def _new_index(self) -> _NgramIndex:
-        return _NgramIndex(range(self.config.min_match_length, self.config.match_length + 1))
 
     def _propose(
         self, row: int, sequence: list[int], text: list[int], limit: int
@@ -214,10 +208,7 @@ class StoreLookupDrafter(AnswerRecorder, LookupDrafter):
 def lookup_sources(
     config: LookupConfig, longest: int, store: LookupStore | None = None
 ) -> list[DraftSource]:
-    """Return one draft source per range of match lengths, and one for `store` if there is one.
-
-    Longer matches have higher acceptance rates, so each range has its own.
-    """
+    """Return a source per range of match lengths, whose acceptance differs, and one for `store`."""
     sources = []
     for lengths, prior in MATCH_PRIORS.items():
         shortest = max(lengths.start, config.min_match_length)
@@ -242,25 +233,22 @@ class _NgramIndex:
 
     def __init__(self, lengths: Sequence[int]):
         self.lengths = lengths
-        self._ends: list[dict[tuple[int, ...], list[int]]] = [defaultdict(list) for _ in lengths]
+        self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self._indexed = 0
 
     def extend(self, sequence: Sequence[int]) -> None:
         """Index every new n-gram that has a token after it."""
         for end in range(self._indexed + 1, len(sequence)):
-            for length, ends in zip(self.lengths, self._ends, strict=True):
+            for length in self.lengths:
                 if end >= length:
-                    ends[tuple(sequence[end - length : end])].append(end)
+                    self._ends[tuple(sequence[end - length : end])].append(end)
         self._indexed = max(self._indexed, len(sequence) - 1)
 
     def matches(self, sequence: Sequence[int]) -> Iterator[int]:
-        """Yield the positions after earlier n-grams equal to the last one.
-
-        Longer n-grams come first, then later positions.
-        """
+        """Yield the positions after n-grams equal to the last one; longer and later ones first."""
         seen: set[int] = set()
-        for length, ends in zip(reversed(self.lengths), reversed(self._ends), strict=True):
-            for end in reversed(ends.get(tuple(sequence[-length:]), [])):
+        for length in reversed(self.lengths):
+            for end in reversed(self._ends.get(tuple(sequence[-length:]), [])):
                 if end not in seen:
                     seen.add(end)
                     yield end

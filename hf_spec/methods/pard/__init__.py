@@ -14,6 +14,4 @@ conditional drop, COD) is not implemented; published models are loaded.
 
 Differences: a length policy or the cost model may shorten a draft; `children` > 1 gives a tree of
 several tokens per position, at the cost of no further forward pass; chains can be sampled.
-
-File: `drafter` (config and drafter).
 """

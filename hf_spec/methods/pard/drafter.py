@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +26,11 @@ from hf_spec.engine.decode.sampling import distribution, draw
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.vocabulary import num_embeddings
-from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
+from hf_spec.methods.draft_model.drafter import DraftConfig, DraftModelDrafter
 from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.methods.registry import register
 
-FAMILY = STRATEGY = "pard"
-COUNTERS = ("draft_nodes", "rounds")
+STRATEGY = "pard"
 
 
 def _make(config: PardConfig, target: PreTrainedModel, assistant: object) -> Drafter:
@@ -50,19 +49,19 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 
 @register(STRATEGY, _make, _make_for_auto)
 @dataclass(frozen=True)
-class PardConfig(DraftModelConfig):
+class PardConfig(DraftConfig):
     """Options of `pard`.
 
     Attributes:
-        max_draft_tokens: K, the number of positions predicted in one forward pass. The published
-            models are used with 8 to 12.
-        sample_drafts: sample a chain when the target samples. A tree always has the most probable
-            tokens.
+        max_draft_tokens: K, the positions predicted in one forward pass; published models are used
+            with 8 to 12.
+        sample_drafts: sample a chain when the target samples; trees are never sampled.
         children: tokens per position; 1 is a chain.
         max_nodes: most nodes sent to the target, root excluded, in order of path probability;
             "auto" lets the cost model choose the nodes of a tree; None is 32.
     """
 
+    adapter_methods = ()
     sizes = ("max_draft_tokens", "max_nodes")
     usual = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 32})
     longest = MappingProxyType({"max_draft_tokens": 16, "max_nodes": 32})
@@ -81,11 +80,7 @@ class PardConfig(DraftModelConfig):
 
 
 def mask_token(model: PreTrainedModel) -> int:
-    """Return the mask token id from the config of a PARD model.
-
-    Raises:
-        AssistantError: if the config has none, or not a token of the model.
-    """
+    """Return the mask token id of a PARD model; raise `AssistantError` without a valid one."""
     config: Any = model.config.get_text_config()
     token, size = getattr(config, "pard_token", None), num_embeddings(model)
     if token is None:
@@ -105,28 +100,16 @@ def _build(head: PublishedHead, target: PreTrainedModel) -> PreTrainedModel:
     return resolve_draft_model(STRATEGY, head.name, target)
 
 
-register_family(PublishedFamily(FAMILY, STRATEGY, _build))
+register_family(PublishedFamily(STRATEGY, STRATEGY, _build))
 
 
-@dataclass(frozen=True)
-class _Predictions:
-    """Predictions for the draft positions of one row.
+class _Predictions(NamedTuple):
+    """Per draft position of a row: candidates, most probable first; policy score; distribution."""
 
-    Attributes:
-        tokens: candidate tokens per position, most probable first.
-        token_probs: their probabilities.
-        scores: score of the length policy per position.
-        probs: (positions, V) distributions.
-    """
-
-    tokens: list[list[int]]
-    token_probs: list[list[float]]
-    scores: list[float]
-    probs: Tensor
-
-
-# For rows that draft nothing.
-_NO_PREDICTIONS = _Predictions([], [], [], torch.empty(0))
+    tokens: Sequence[Sequence[int]] = ()
+    token_probs: Sequence[Sequence[float]] = ()
+    scores: Sequence[float] = ()
+    probs: Sequence[Tensor] | Tensor = ()
 
 
 class PardDrafter(DraftModelDrafter):
@@ -135,6 +118,8 @@ class PardDrafter(DraftModelDrafter):
     Attributes:
         counters: "draft_nodes", all of them sent; "rounds", one per row and draft.
     """
+
+    counted = ("draft_nodes", "rounds")
 
     def __init__(
         self,
@@ -150,32 +135,24 @@ class PardDrafter(DraftModelDrafter):
         """Return 1 for a draft of any depth."""
         return min(depth, 1)
 
-    def start(self, state: GenerationState) -> None:
-        """See `DraftModelDrafter`; a tree is never sampled."""
-        super().start(state)
-        self.samples = self.samples and self.shape.children == 1
-        self.counters = dict.fromkeys(COUNTERS, 0)
-
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Return one chain or tree per unfinished row, from one forward pass over all rows."""
-        depths = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
-        predicted = self._predict(state, {row: n for row, n in depths.items() if n > 0})
+        depths = {row: max(0, min(self.policy.limit(row), limit)) for row, limit in limits.items()}
+        predicted = dict.fromkeys(limits, _Predictions())
+        if any(depths.values()):
+            predicted |= self._predict(state, {row: n for row, n in depths.items() if n})
         self._apply_policy(state, depths, predicted)
         drafts, node_probs, distributions = {}, [], []
         self.graphs = {}
-        for row, depth in depths.items():
-            row_predictions = predicted.get(row, _NO_PREDICTIONS)
-            self.graphs[row] = graph = place_graph(
-                state.tokens[row][-1],
-                row_predictions.tokens,
-                row_predictions.token_probs,
-                state.stop.ends_sequence,
-            )
-            sent = graph.unmerge(self.shape.max_nodes, max(depth, 0))
+        for row, (tokens, token_probs, _, probs) in predicted.items():
+            root = state.tokens[row][-1]
+            graph = place_graph(root, tokens, token_probs, state.stop.ends_sequence)
+            sent = graph.unmerge(self.shape.max_nodes, depths[row])
+            self.graphs[row] = graph
             drafts[row] = sent.tokens, sent.parents
             node_probs += sent.probs
             # The last node of a chain has no sampled child.
-            distributions += [*row_predictions.probs[: len(sent.tokens) - 1], None]
+            distributions += [*probs[: len(sent.tokens) - 1], None]
             self.counters["rounds"] += 1
             self.counters["draft_nodes"] += len(sent.tokens) - 1
         draft_probs = stacked(distributions) if self.samples else None
@@ -189,49 +166,34 @@ class PardDrafter(DraftModelDrafter):
         self, state: GenerationState, depths: Mapping[int, int]
     ) -> dict[int, _Predictions]:
         """Return the predictions of each row, with one forward pass and one transfer."""
-        if not depths:
-            return {}
         drafts = {
             row: ([state.tokens[row][-1], *[self.mask_token] * (depth - 1)], range(-1, depth - 1))
             for row, depth in depths.items()
         }
         tree = DraftTree.from_drafts(drafts, state.num_rows)
-        output = self._runner.forward(tree, state.tokens)
+        logits = self._runner.forward(tree, state.tokens).logits.to(state.device, torch.float32)
         # Keep the root's keys and values and drop those of the masks.
         self._runner.keep([()] * state.num_rows)
-        owners = [(row, index) for row, depth in depths.items() for index in range(depth)]
-        probs, (tokens, token_probs, scores) = self._candidates(state, owners, output)
-        predicted, end = {}, 0
-        for row, depth in depths.items():
-            start, end = end, end + depth
-            predicted[row] = _Predictions(
-                tokens[start:end], token_probs[start:end], scores[start:end], probs[start:end]
-            )
-        return predicted
-
-    def _candidates(
-        self, state: GenerationState, owners: Sequence[tuple[int, int]], output: ForwardOutput
-    ) -> tuple[Tensor, Sequence[Any]]:
-        """Return the (N, V) distributions of N positions, and lists with the candidates of each.
-
-        `owners` are (row, index of the draft token). The lists are the tokens, their probabilities
-        and the policy's score.
-        """
-        rows, prefixes = [row for row, _ in owners], None
+        places = [(row, place) for row, depth in depths.items() for place in range(depth)]
+        rows, prefixes = [row for row, _ in places], None
         # The draft tokens in between are unknown, so processors see only the committed text.
         if self.processors.reads_prefix:
             prefixes = state.prefixes(rows, [()] * len(rows))
-        logits = output.logits.to(state.device, torch.float32)
         probs = distribution(self.processors(rows, prefixes, logits))
         if self.samples:
             tokens = draw(probs)
             token_probs = probs.gather(-1, tokens)
         else:
             token_probs, tokens = probs.topk(min(self.shape.children, probs.shape[-1]), dim=-1)
-        scores = self.policy.score(probs, [state.generated[row] + n for row, n in owners])
+        scores = self.policy.score(probs, [state.generated[row] + place for row, place in places])
         if scores is None:
-            return probs, [*fetch_all([tokens, token_probs]), [0.0] * len(rows)]
-        return probs, fetch_all([tokens, token_probs, scores])
+            scores = token_probs.new_zeros(len(rows))
+        columns: list[Any] = [*fetch_all([tokens, token_probs, scores]), probs]
+        predicted, end = {}, 0
+        for row, depth in depths.items():
+            start, end = end, end + depth
+            predicted[row] = _Predictions(*(column[start:end] for column in columns))
+        return predicted
 
     def _apply_policy(
         self, state: GenerationState, depths: dict[int, int], predicted: Mapping[int, _Predictions]
@@ -242,15 +204,10 @@ class PardDrafter(DraftModelDrafter):
         while growing := [row for row in growing if level + 1 < depths[row]]:
             newest = []
             for row in growing:
-                tokens, token_probs = (
-                    predicted[row].tokens[level],
-                    predicted[row].token_probs[level],
-                )
-                reach[row] *= min(1.0, sum(token_probs))
+                tokens, chances = predicted[row].tokens[level], predicted[row].token_probs[level]
+                reach[row] *= min(1.0, sum(chances))
                 position, score = state.generated[row] + level, predicted[row].scores[level]
-                newest.append(
-                    DraftedToken(row, tokens[0], position, token_probs[0], score, reach[row])
-                )
+                newest.append(DraftedToken(row, tokens[0], position, chances[0], score, reach[row]))
             level += 1
             if level < self.config.min_draft_tokens:
                 continue

@@ -12,15 +12,6 @@ One round, two forward passes of the target (section 2.1):
 4. Verification (eq. 3): accept drafts as long as they equal the outputs of step 2.
 5. 2 to k + 2 tokens are committed per round.
 
-=========================================================  =======================================
-the round, trees, one-pass drafting                        `drafter`
-adaptive tokens, adapters, modes of training               `adaptive_tokens`
-LoRA at adaptive positions only                            `gated_lora`
-losses, eq. 8 (basic) and eq. 9 (improved), section 2.2    `training`
-windows of adaptive tokens, eq. 4, and held-out metrics    `training_chains`
-infilling, section 3.1                                     `infilling`
-=========================================================  =======================================
-
 The paper fine-tunes the whole model. Ours:
 
 - training only the embeddings, or also a LoRA that acts at adaptive positions only; both leave the

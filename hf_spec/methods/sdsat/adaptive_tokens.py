@@ -40,8 +40,6 @@ from hf_spec.methods.sdsat.gated_lora import GatedLora, LoraWeights, Rows, merge
 from hf_spec.methods.sdsat.settings import MODES
 
 METHOD = "sdsat"
-# Mode "full" trains the target itself and has no adapter.
-ADAPTER_MODES = tuple(mode for mode in MODES if mode != "full")
 EMBEDDINGS = "embeddings"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -55,13 +53,7 @@ MERGED_ENTRY = "sdsat_merged_lora"
 
 @dataclass(frozen=True)
 class AdaptiveShape:
-    """Kind of adaptive tokens.
-
-    Attributes:
-        mode: see the module.
-        diverse: one embedding per position of a chain.
-        window: L, the longest chain in training.
-    """
+    """Kind of adaptive tokens; `window` is L, the longest chain in training."""
 
     mode: str
     diverse: bool
@@ -71,39 +63,21 @@ class AdaptiveShape:
 class AdaptiveTokens:
     """Adaptive tokens of one model; implements `VirtualTokens`.
 
-    Args:
-        shape: their kind.
-        embeddings: (1, H), or (L, H) if diverse, in the scale of `inputs_embeds`.
-        lora: weights of the gated LoRA; none by default.
-        everywhere: apply the LoRA at all positions; for training only.
+    `embeddings` are (1, H), or (L, H) if diverse, in the scale of `inputs_embeds`.
     """
 
-    def __init__(
-        self,
-        shape: AdaptiveShape,
-        embeddings: Tensor,
-        lora: LoraWeights | None = None,
-        everywhere: bool = False,
-    ):
+    def __init__(self, shape: AdaptiveShape, embeddings: Tensor, lora: LoraWeights | None = None):
         self.shape = shape
         self.embeddings = embeddings
         self.lora = GatedLora(lora or {})
-        self.everywhere = everywhere
 
     def chain(self, length: int) -> list[int]:
         """Return the virtual ids of a chain of adaptive tokens."""
         return [-1 - slot if self.shape.diverse else -1 for slot in range(length)]
 
-    @property
-    def longest_chain(self) -> int | None:
-        """Maximum length of a chain; None if unbounded."""
-        return self.embeddings.shape[0] if self.shape.diverse else None
-
-    @contextmanager
-    def active(self, model: PreTrainedModel) -> Iterator[None]:
+    def active(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         """Install the LoRA's hooks on `model`; they act only inside `acting` or `embedded`."""
-        with self.lora.installed(model):
-            yield
+        return self.lora.installed(model)
 
     @property
     def acts_on_layers(self) -> bool:
@@ -120,17 +94,18 @@ class AdaptiveTokens:
     def acting(self, token_ids: Tensor) -> AbstractContextManager[None]:
         """See `VirtualTokens.acting`."""
         rows: Rows = slice(0, token_ids.numel())
-        if not self.everywhere:
+        # A LoRA of mode "lora" is here only in training; later it is merged.
+        if self.shape.mode != "lora":
             indices = (token_ids < 0).flatten().nonzero()[:, 0]
-            rows = _as_slice(indices, indices.to(self.embeddings.device))
+            first, end = (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
+            # A slice of consecutive rows saves a gather in every layer.
+            consecutive = end - first == len(indices)
+            rows = slice(first, end) if consecutive else indices.to(self.embeddings.device)
         return self.lora.acting_on(rows, token_ids.numel())
 
     @contextmanager
     def embedded(self, model: PreTrainedModel, token_ids: Tensor) -> Iterator[Tensor]:
-        """Combine `embed` and `acting` for a forward pass outside the engine.
-
-        `token_ids` may be on any device.
-        """
+        """Combine `embed` and `acting` for a forward pass outside the engine, with ids anywhere."""
         table: Any = model.get_input_embeddings()
         with self.acting(token_ids.cpu()):
             yield self.embed(model, token_ids.to(execution_device(table)))
@@ -149,14 +124,8 @@ def adaptive_tokens(
 ) -> tuple[AdaptiveTokens, dict[str, Any]]:
     """Return the adaptive tokens for `assistant=`, and the options they were saved with.
 
-    Args:
-        model: the target.
-        assistant: a folder, a Hub id or a `SpecAdapter`; None for a model fine-tuned with adaptive
-            tokens in its vocabulary (mode "full").
-
-    Raises:
-        AssistantError: if there are none, or they belong to another model.
-        UnsupportedError: if the model needs more per token than an input embedding.
+    None is for a model fine-tuned with adaptive tokens in its vocabulary (mode "full"). Raises
+    `AssistantError` if there are none, or they belong to another model.
     """
     if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0):
         raise UnsupportedError(
@@ -170,13 +139,7 @@ def adaptive_tokens(
 
 
 def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens:
-    """Return the adaptive tokens of `adapter`, on the devices and in the dtype of `model`.
-
-    Raises:
-        AssistantError: if the adapter belongs to another base, is damaged, or has mode "lora" and
-            is not merged into `model`.
-        UnsupportedError: if the model is tensor-parallel and the adapter has a gated LoRA.
-    """
+    """Return the adaptive tokens of `adapter`, on the devices and in the dtype of `model`."""
     adapter.base.check(model)
     shape = _read_shape(adapter.options)
     stored = {name: t for name, t in adapter.tensors.items() if name == EMBEDDINGS}
@@ -201,22 +164,18 @@ def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens
             "a gated LoRA needs the full outputs of the target's layers, which tensor parallelism "
             "shards; use an SDSAT adapter of mode 'embeddings'"
         )
-    layers = dict(model.named_modules())
-    placed = {
-        name: tuple(part.to(execution_device(layers[name]), model.dtype) for part in pair)
-        for name, pair in lora.items()
-    }
+    placed = {}
+    for name, (down, up) in lora.items():
+        device = execution_device(model.get_submodule(name))
+        placed[name] = down.to(device, model.dtype), up.to(device, model.dtype)
     embeddings = stored[EMBEDDINGS].to(execution_device(table), model.dtype)
-    return AdaptiveTokens(shape, embeddings, placed)  # type: ignore[arg-type]
+    return AdaptiveTokens(shape, embeddings, placed)
 
 
 def merge_lora(model: PreTrainedModel, assistant: object) -> PreTrainedModel:
     """Merge the LoRA of a mode "lora" adapter into `model` in place, which changes its output.
 
     A digest of the LoRA is stored in the model's config, so that `assistant=` accepts the adapter.
-
-    Raises:
-        AssistantError: if the adapter has another mode, or the model has a merged LoRA already.
     """
     adapter = _adapter_of(assistant)
     adapter.base.check(model)
@@ -248,7 +207,6 @@ def _adapter_of(assistant: object) -> SpecAdapter:
 
 
 def _fine_tuned_tokens(model: PreTrainedModel) -> tuple[AdaptiveTokens, dict[str, Any]]:
-    """Return the adaptive tokens of a fine-tuned model: rows of its vocabulary."""
     entry = getattr(model.config, CONFIG_ENTRY, None)
     if entry is None:
         raise AssistantError(
@@ -279,7 +237,8 @@ def _read_shape(options: dict[str, Any]) -> AdaptiveShape:
         shape = AdaptiveShape(options["mode"], options["diverse"], options["window"])
     except KeyError as error:
         raise AssistantError(f"{what}'s options lack {error}") from error
-    if shape.mode not in ADAPTER_MODES or not isinstance(shape.diverse, bool):
+    # Mode "full" trains the target itself and has no adapter.
+    if shape.mode not in MODES or shape.mode == "full" or not isinstance(shape.diverse, bool):
         raise AssistantError(f"{what}'s options cannot be used: {shape}")
     whole_number(what, options, "window", 1, MAX_WINDOW)
     if options.get("num_adaptive") is not None:
@@ -298,18 +257,9 @@ def _read_lora(adapter: SpecAdapter) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _digest(lora: LoraWeights) -> str:
     digest = hashlib.sha256()
-    for name in sorted(lora):
-        for part in lora[name]:
-            digest.update(part.detach().float().cpu().contiguous().numpy().tobytes())
+    for part in [part for name in sorted(lora) for part in lora[name]]:
+        digest.update(part.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _as_slice(indices: Tensor, on_device: Tensor) -> Rows:
-    """Return a slice for consecutive indices, which saves a gather in every layer."""
-    if not len(indices):
-        return slice(0, 0)
-    first, last = int(indices[0]), int(indices[-1])
-    return slice(first, last + 1) if last - first + 1 == len(indices) else on_device
 
 
 register_method(

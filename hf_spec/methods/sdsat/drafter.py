@@ -1,10 +1,7 @@
 """SDSAT rounds: drafts are what the target predicts at its adaptive tokens.
 
-Published loop (Liu and Zhu 2024, arXiv 2403.18647, section 2.1), two forward passes per round. The
-first runs the last token and k adaptive tokens; it gives one exact token and k drafts. The second
-runs the exact token and the drafts, as a chain or a tree of ranks, and verifies them. A round
-commits 2 to k + 2 tokens. Adaptive tokens are virtual nodes of the draft tree, so their keys and
-values are dropped like those of rejected drafts.
+The published loop is in `hf_spec.methods.sdsat`. Adaptive tokens are virtual nodes of the draft
+tree, so their keys and values are dropped like those of rejected drafts.
 
 `fused=True`, ours: each draft tree also carries adaptive chains after the nodes where verification
 may end; the predictions after the last accepted node are the next draft. A forward pass commits 1
@@ -45,7 +42,13 @@ COUNTERS = ("adaptive_rounds", "verify_rounds", "fused_rounds", "adaptive_nodes"
 
 
 def _make(config: SdsatConfig, target: PreTrainedModel, assistant: object) -> SdsatDrafter:
-    tokens, options = _resolve(target, assistant)
+    if isinstance(assistant, (str, os.PathLike)):
+        name = os.fspath(assistant)
+        stored, options = read_once(target, METHOD, name, lambda: adaptive_tokens(target, name))
+        # Hooks belong to one generation; weights are shared.
+        tokens = AdaptiveTokens(stored.shape, stored.embeddings, stored.lora.weights)
+    else:
+        tokens, options = adaptive_tokens(target, assistant)
     return SdsatDrafter(config, tokens, options.get("num_adaptive"))
 
 
@@ -106,17 +109,13 @@ class SdsatConfig(StrategyConfig):
 
 
 def chain_length(config: SdsatConfig, tokens: AdaptiveTokens, default: object) -> int:
-    """Return k: the configured length, the tree's depth, the adapter's `default`, or L.
-
-    Raises:
-        OptionError: if k exceeds the number of diverse adaptive tokens.
-    """
+    """Return k: the configured length, the tree's depth, the adapter's `default`, or L."""
     length, tree = config.num_adaptive, config.rank_tree
     if length is None:
         fallback = default if isinstance(default, int) else tokens.shape.window
         length = tree.height if tree else fallback
-    longest = tokens.longest_chain
-    if longest is not None and length > longest:
+    longest = len(tokens.embeddings)
+    if tokens.shape.diverse and length > longest:
         raise OptionError(
             f"num_adaptive={length}: there are {longest} diverse adaptive tokens, one per position "
             f"of a chain; choose at most {longest}, or train identical ones"
@@ -125,11 +124,7 @@ def chain_length(config: SdsatConfig, tokens: AdaptiveTokens, default: object) -
 
 
 class _DraftPlan(TokenGraph):
-    """Draft tree of one row with adaptive chains.
-
-    Attributes:
-        chains: node -> adaptive nodes of the chain after it.
-    """
+    """Draft tree of one row; `chains` are node -> adaptive nodes of the chain after it."""
 
     def __init__(self, root: int):
         super().__init__([root])
@@ -153,9 +148,9 @@ class SdsatDrafter(Drafter):
     `default_length` is the adapter's k, for configs without one.
 
     Attributes:
-        counters: counts per row and forward pass of the target: "adaptive_rounds" draft only (draft
-            step 1 of the paper), "verify_rounds" verify only, "fused_rounds" do both;
-            "adaptive_nodes" counts adaptive tokens.
+        counters: per row and forward pass of the target, "adaptive_rounds" draft only (draft step 1
+            of the paper), "verify_rounds" verify only, "fused_rounds" do both; "adaptive_nodes"
+            counts adaptive tokens.
     """
 
     assisted_refusal_reason = (
@@ -169,14 +164,12 @@ class SdsatDrafter(Drafter):
         self.length = self.max_depth = chain_length(config, tokens, default_length)
         self.tree = config.rank_tree or RankTree.chain(self.length)
         self._adaptive_ids = tokens.chain(self.length)
-        self._plans: dict[int, _DraftPlan] = {}
-        self._chain_logits: dict[int, Tensor] = {}
-        self.counters: dict[str, int] = {}
 
     def start(self, state: GenerationState) -> None:
         """Reset plans, predictions and counters."""
-        self._plans, self._chain_logits = {}, {}
-        self.counters = dict.fromkeys(COUNTERS, 0)
+        self._plans: dict[int, _DraftPlan] = {}
+        self._chain_logits: dict[int, Tensor] = {}
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.rule = PathSampling if self.config.lossy and state.do_sample else None
         self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
 
@@ -248,7 +241,6 @@ class SdsatDrafter(Drafter):
                 node_of[path] = plan.add_node(parent, tokens[rank], prob)
 
     def _add_chain(self, plan: _DraftPlan, node: int, length: int) -> None:
-        """Add a chain of adaptive tokens after a node."""
         chain = [node]
         for token in self._adaptive_ids[: max(length, 0)]:
             chain.append(plan.add_node(chain[-1], token))
@@ -261,8 +253,8 @@ class SdsatDrafter(Drafter):
         """Add adaptive chains after the nodes where verification is likely to end.
 
         The j-th adaptive token after a node is useful with the probability that the node is the
-        last accepted one, times that of the drafts at slots before j. The latter is estimated from
-        this round's predictions.
+        last accepted one, times that of the drafts at slots before j, which is estimated from this
+        round's predictions.
         """
         prefix_probs = [1.0]
         for _, probs in list(predicted)[: self.length - 1]:
@@ -285,13 +277,3 @@ class SdsatDrafter(Drafter):
         if drafted or adaptive:
             kind = ("fused" if adaptive else "verify") if drafted else "adaptive"
             self.counters[f"{kind}_rounds"] += 1
-
-
-def _resolve(target: PreTrainedModel, assistant: object) -> tuple[AdaptiveTokens, dict[str, Any]]:
-    """Return the adaptive tokens for one generation; those of a folder are cached."""
-    if not isinstance(assistant, (str, os.PathLike)):
-        return adaptive_tokens(target, assistant)
-    name = os.fspath(assistant)
-    tokens, options = read_once(target, METHOD, name, lambda: adaptive_tokens(target, name))
-    # Hooks belong to one generation; weights are shared.
-    return AdaptiveTokens(tokens.shape, tokens.embeddings, tokens.lora.weights), options

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,10 +26,6 @@ from hf_spec.engine.models.recurrent_layers import mixers_of
 LoraWeights = Mapping[str, tuple[Tensor, Tensor]]
 # Rows of a forward pass with batch and sequence flattened.
 Rows = slice | Tensor
-
-# Layers of routed experts get some tokens only, reordered.
-ROUTED = "experts"
-SHARED = "shared_expert"
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -68,9 +64,8 @@ def new_lora(
         )
     lora = {}
     for name in chosen:
-        layer = layers[name]
-        inputs, outputs = layer_sizes(layer)
-        device = next(layer.parameters()).device
+        inputs, outputs = layer_sizes(layers[name])
+        device = next(layers[name].parameters()).device
         down = nn.Parameter(torch.empty(rank, inputs, device=device))
         nn.init.kaiming_uniform_(down, a=math.sqrt(5))
         lora[name] = down, nn.Parameter(torch.zeros(outputs, rank, device=device))
@@ -93,12 +88,7 @@ class GatedLora:
         self._local = threading.local()
 
     def check(self, model: PreTrainedModel) -> None:
-        """Check that the model has all layers in the right sizes.
-
-        Raises:
-            AssistantError: if a layer is missing or has another size.
-            UnsupportedError: if a layer belongs to a recurrent mixer.
-        """
+        """Check that the model has all layers in the right sizes, outside recurrent mixers."""
         layers, in_mixers = dict(model.named_modules()), _in_mixers(model)
         for name, (down, up) in self.weights.items():
             layer = layers.get(name)
@@ -124,15 +114,10 @@ class GatedLora:
     def installed(self, model: PreTrainedModel) -> Iterator[None]:
         """Install the hooks on the layers of `model`; remove them at the end."""
         layers = dict(model.named_modules())
-        handles = [
-            layers[name].register_forward_hook(self._hook(down, up))
-            for name, (down, up) in self.weights.items()
-        ]
-        try:
+        with ExitStack() as handles:
+            for name, (down, up) in self.weights.items():
+                handles.enter_context(layers[name].register_forward_hook(self._hook(down, up)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def acting_on(self, rows: Rows, num_rows: int) -> Iterator[None]:
@@ -173,22 +158,17 @@ class GatedLora:
 
 
 def merge_lora_inplace(model: PreTrainedModel, weights: LoraWeights) -> None:
-    """Add a LoRA to the weights of `model`, for all positions.
-
-    Raises:
-        UnsupportedError: if a layer is quantized.
-    """
-    layers = dict(model.named_modules())
+    """Add a LoRA to the weights of `model`, for all positions; quantized ones raise an error."""
+    layers: dict[str, Any] = dict(model.named_modules())
     for name in weights:
-        weight: Any = layers[name].weight
-        if not weight.is_floating_point():
+        if not layers[name].weight.is_floating_point():
             raise UnsupportedError(
                 f"{name} is quantized: a LoRA cannot be merged into it; merge into the model "
                 "before quantization, or train a gated LoRA, which is not merged"
             )
     with torch.no_grad():
         for name, (down, up) in weights.items():
-            layer: Any = layers[name]
+            layer = layers[name]
             change = up.float() @ down.float()
             change = change.T if isinstance(layer, Conv1D) else change
             layer.weight += change.to(layer.weight)
@@ -200,5 +180,6 @@ def _in_mixers(model: nn.Module) -> set[int]:
 
 
 def _is_routed(name: str) -> bool:
-    parts = name.split(".")
-    return any(ROUTED in part and not part.startswith(SHARED) for part in parts[:-1])
+    """Return True for layers of routed experts, which get some tokens only, reordered."""
+    outer = name.split(".")[:-1]
+    return any("experts" in part and not part.startswith("shared_expert") for part in outer)

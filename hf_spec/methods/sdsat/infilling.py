@@ -38,11 +38,7 @@ class Infilling:
 
     @classmethod
     def of(cls, tokenizer: Any, markers: Sequence[str] = ()) -> Infilling:
-        """Return the infilling format of a tokenizer, with `markers` or by default its own.
-
-        Raises:
-            OptionError: if the tokenizer has no known markers, or not those in `markers`.
-        """
+        """Return the infilling format of a tokenizer, with `markers` or by default its own."""
         vocab = tokenizer.get_vocab()
         if unknown := [name for name in markers if name not in vocab]:
             raise OptionError(f"infilling_markers: {unknown[0]!r} is not in the tokenizer")
@@ -75,6 +71,6 @@ class Infilling:
         return [self.prefix, self.suffix, *after, self.middle, *before, *between, *end]
 
     @property
-    def markers(self) -> set[int]:
+    def markers(self) -> frozenset[int]:
         """Ids of the markers, which adaptive tokens must not replace."""
-        return {self.prefix, self.suffix, self.middle}
+        return frozenset({self.prefix, self.suffix, self.middle})

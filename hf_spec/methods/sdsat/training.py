@@ -35,13 +35,20 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
 from hf_spec.common.errors import OptionError
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.draft_model.truncated import without_head
 from hf_spec.methods.feature_pairs.draft_head import check_plain_head
 from hf_spec.methods.sdsat.adaptive_tokens import CONFIG_ENTRY, AdaptiveShape, AdaptiveTokens
 from hf_spec.methods.sdsat.gated_lora import new_lora
 from hf_spec.methods.sdsat.infilling import Infilling
 from hf_spec.methods.sdsat.settings import SDSAT_RUN, SdsatTrainSettings
-from hf_spec.methods.sdsat.training_chains import Text, Windows, agreement, draw_windows, run_chains
+from hf_spec.methods.sdsat.training_chains import (
+    Text,
+    agreement,
+    draw_windows,
+    run_chains,
+    slots_of,
+)
 from hf_spec.training.answers import Example, learned_from
 from hf_spec.training.held_out import learned_and_held
 from hf_spec.training.job import TrainingJob, TrainingResult
@@ -82,22 +89,10 @@ def train_sdsat(
 ) -> SpecAdapter | None:
     """Train adaptive tokens and write their adapter, or the fine-tuned model, to `folder`.
 
-    Checkpoint and metrics are written to its `training` folder.
-
-    Args:
-        model: the target, frozen, except in mode "full", which trains it in place.
-        examples: answers; their target distributions are used if `soft_weight` is not 0.
-        folder: where the result is written.
-        settings: of the adaptive tokens and their loss.
-        run: of the optimization.
-        tokenizer: for infilling, and to be saved with a fine-tuned model.
-
-    Returns:
-        The adapter; None in mode "full".
-
-    Raises:
-        UnsupportedError: if the target changes its logits after the head.
-        OptionError: if the training or the held-out set is empty.
+    Checkpoint and metrics are written to its `training` folder. Mode "full" trains `model` in
+    place and returns None. The tokenizer is for infilling, and is saved with a fine-tuned model.
+    Raises `UnsupportedError` if the target changes its logits after the head, `OptionError` if a
+    set of answers is empty.
     """
     check_plain_head(model)
     learned, held = learned_and_held(examples, settings.held_back, "examples")
@@ -116,10 +111,8 @@ def train_sdsat(
     record = {**asdict(settings), "examples": len(examples)}
     log = folder / "training"
     try:
-        sources = learned_from(model, [example.response for example in examples])
-        metrics = train(
-            student.parameters, student.loss, epochs, run, log, evaluate, {**record, **sources}
-        )
+        facts = {**record, **learned_from(model, [example.response for example in examples])}
+        metrics = train(student.parameters, student.loss, epochs, run, log, evaluate, facts)
     finally:
         student.release()
     options = {
@@ -143,12 +136,9 @@ def train_sdsat(
 
 
 class Student:
-    """Trained parameters of a target, and their losses; `infilling` reorders code.
+    """Trained parameters of a target, and their losses.
 
-    Attributes:
-        tokens: the adaptive tokens; in mode "full" they hold the model's whole table.
-        parameters: trained parameters by name.
-        token_ids: vocabulary rows of the adaptive tokens in mode "full".
+    In mode "full" `token_ids` are vocabulary rows, and `tokens` hold the model's whole table.
     """
 
     def __init__(
@@ -172,7 +162,7 @@ class Student:
         embeddings = nn.Parameter(_mean_embedding(model).repeat(settings.num_kinds, 1))
         has_lora = settings.mode != "embeddings"
         lora = new_lora(model, settings.rank, settings.targets) if has_lora else {}
-        self.tokens = AdaptiveTokens(shape, embeddings, lora, everywhere=settings.mode == "lora")
+        self.tokens = AdaptiveTokens(shape, embeddings, lora)
         self.parameters = {"embeddings": embeddings}
         for name, (down, up) in lora.items():
             self.parameters |= {f"{name}.down": down, f"{name}.up": up}
@@ -194,9 +184,12 @@ class Student:
         """Return the summed loss of a micro-batch, and the number of tokens to divide it by."""
         generator = torch.Generator().manual_seed(batch.seed)
         texts = [self._text(example, generator) for example in batch.items]
+        length, share = self.settings.window, self.settings.start_share
+        windows = [draw_windows(text.free(), length, generator, share) for text in texts]
         if self.settings.chosen_layout == "branches":
-            return self._branched(texts, generator)
-        return self._replaced(texts, generator)
+            return self._branched(texts, windows)
+        slots = [slots_of(w, len(text.tokens)) for w, text in zip(windows, texts, strict=True)]
+        return self._replaced(texts, slots)
 
     def _text(self, example: Example, generator: torch.Generator) -> Text:
         """Return prompt and answer, or by chance the answer alone in infilling format."""
@@ -209,16 +202,10 @@ class Student:
         tokens = self.infilling.arrange(example.response.response, generator)
         # No prompt, since the first marker replaces it; no target distributions, since those are
         # for the original order.
-        return Text(tokens, 1, frozenset(self.infilling.markers))
+        return Text(tokens, 1, self.infilling.markers)
 
-    def _windows(self, texts: Sequence[Text], generator: torch.Generator) -> list[Windows]:
-        length, share = self.settings.window, self.settings.start_share
-        return [draw_windows(text.free(), length, generator, share) for text in texts]
-
-    def _branched(self, texts: Sequence[Text], generator: torch.Generator) -> Loss:
-        """Layout "branches": windows run as chains after the clean text."""
-        chains = [windows.chains for windows in self._windows(texts, generator)]
-        if not any(length for of_text in chains for _, length in of_text):
+    def _branched(self, texts: Sequence[Text], chains: Sequence[Sequence[tuple[int, int]]]) -> Loss:
+        if not any(chains):
             # Answers of one or two tokens have no window; keep a graph with zero gradients.
             sums = torch.stack([parameter.sum() for parameter in self.parameters.values()])
             return 0 * sums.sum(), 0
@@ -226,9 +213,8 @@ class Student:
             logits, positions = run_chains(self.model, self.tokens, texts, chains)
         return self._cross_entropy(logits, texts, positions), len(positions)
 
-    def _replaced(self, texts: Sequence[Text], generator: torch.Generator) -> Loss:
+    def _replaced(self, texts: Sequence[Text], slots: Sequence[Tensor]) -> Loss:
         """Layout "replaced": eq. 8, or eq. 9 (only its second term with a frozen base)."""
-        slots = [windows.slots for windows in self._windows(texts, generator)]
         # Positions that predict an answer token.
         answer = [
             (row, position)
@@ -250,12 +236,10 @@ class Student:
     ) -> Tensor:
         """Return (positions, V) logits of texts in which `slots` (None: none) are adaptive."""
         rows = [torch.tensor(text.tokens) for text in texts]
-        if slots is not None:
-            kinds = [slot if self.settings.diverse else slot.clamp_max(0) for slot in slots]
-            rows = [
-                torch.where(kind >= 0, self._ids(kind), row)
-                for row, kind in zip(rows, kinds, strict=True)
-            ]
+        token_ids = torch.tensor(self.token_ids or self.tokens.chain(self.settings.num_kinds))
+        for index, slot in enumerate(slots or ()):
+            kinds = slot if self.settings.diverse else slot.clamp_max(0)
+            rows[index] = torch.where(kinds >= 0, token_ids[kinds.clamp_min(0)], rows[index])
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         # Padding on the right is never read, since attention is causal.
         indices = torch.tensor(positions, dtype=torch.long).reshape(-1, 2).T
@@ -269,18 +253,8 @@ class Student:
             head: Any = self.model.get_output_embeddings()
             return head(hidden[indices[0], indices[1]])
 
-    def _ids(self, kinds: Tensor) -> Tensor:
-        """Return token ids of kinds of adaptive tokens: virtual, or vocabulary rows in "full"."""
-        if not self.token_ids:
-            return -1 - kinds
-        return torch.tensor(self.token_ids)[kinds.clamp_min(0)]
-
     def _cross_entropy(self, logits: Tensor, texts: Sequence[Text], positions: Positions) -> Tensor:
-        """Return the cross-entropy summed over positions.
-
-        Positions with a stored target distribution have (1 - soft_weight) times that with the token
-        plus soft_weight times that with the distribution.
-        """
+        """Return the cross-entropy summed over positions, see `SdsatTrainSettings.soft_weight`."""
         log_probs = logits.float().log_softmax(dim=-1)
         labels = torch.tensor([texts[row].tokens[p + 1] for row, p in positions], dtype=torch.long)
         hard = -log_probs.gather(-1, labels.to(log_probs.device)[:, None])[:, 0]
@@ -314,10 +288,9 @@ def _mean_embedding(model: PreTrainedModel) -> Tensor:
 
 def _vocabulary_rows(model: PreTrainedModel, settings: SdsatTrainSettings) -> list[int]:
     """Return the vocabulary rows of the adaptive tokens; append rows unless `token_ids` is set."""
-    table: Any = model.get_input_embeddings()
-    size = table.weight.shape[0]
+    size = num_embeddings(model)
     if settings.token_ids:
-        if not all(0 <= token < size for token in settings.token_ids):
+        if not all(token < size for token in settings.token_ids):
             raise OptionError(
                 f"token_ids={settings.token_ids}: the model has {size} tokens; choose rows below"
             )

@@ -53,7 +53,7 @@ class Text:
     def of(cls, example: Example) -> Text:
         """Return prompt and answer of an example."""
         prompt, answer = example.response.prompt, example.response.response
-        top = (example.top_tokens, example.top_probs)
+        top = example.top_tokens, example.top_probs
         return cls([*prompt, *answer], len(prompt), frozenset(), *top)
 
     def free(self) -> Tensor:
@@ -63,45 +63,30 @@ class Text:
         return free
 
 
-@dataclass(frozen=True)
-class Windows:
-    """Windows of one text.
+def draw_windows(
+    free: Tensor, window: int, generator: torch.Generator, share: float
+) -> list[tuple[int, int]]:
+    """Draw start and length of windows: a `share` of the (n,) `free` positions, 1..`window` tokens.
 
-    Attributes:
-        free: (n,) bool, positions that adaptive tokens may take.
-        starts: (W,) int64 positions, ascending.
-        lengths: (W,) int64 in 1..L, as drawn, not cut at positions that are not free.
+    Starts are ascending. A window is cut before the first position that is not free.
     """
-
-    free: Tensor
-    starts: Tensor
-    lengths: Tensor
-
-    @property
-    def chains(self) -> list[tuple[int, int]]:
-        """Start and length of each window, cut before the first position that is not free."""
-        drawn = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
-        return [(start, window_length(self.free, start, length)) for start, length in drawn]
-
-    @property
-    def slots(self) -> Tensor:
-        """(n,) int64 slot, 0..L-1, of the adaptive token at each position, -1 for none."""
-        replaced = torch.zeros_like(self.free)
-        newest = torch.zeros(replaced.shape, dtype=torch.long)
-        newest[self.starts] = self.starts
-        for start, length in self.chains:
-            replaced[start : start + length] = True
-        slots = torch.arange(len(replaced)) - newest.cummax(dim=0).values
-        return slots.masked_fill(~replaced, -1)
-
-
-def draw_windows(free: Tensor, window: int, generator: torch.Generator, share: float) -> Windows:
-    """Draw window starts, a `share` of the (n,) `free` positions, and lengths in 1..`window`."""
     positions = free.nonzero()[:, 0]
     count = min(len(positions), max(1, round(share * len(positions))))
     starts = positions[torch.randperm(len(positions), generator=generator)[:count]]
     lengths = torch.randint(1, window + 1, (count,), generator=generator)
-    return Windows(free, starts.sort().values, lengths)
+    drawn = zip(starts.sort().values.tolist(), lengths.tolist(), strict=True)
+    return [(start, window_length(free, start, length)) for start, length in drawn]
+
+
+def slots_of(windows: Sequence[tuple[int, int]], num_positions: int) -> Tensor:
+    """Return (n,) int64 slots, 0..L-1, of the adaptive tokens at n positions, -1 for none."""
+    replaced = torch.zeros(num_positions, dtype=torch.bool)
+    newest = torch.zeros(num_positions, dtype=torch.long)
+    for start, length in windows:
+        newest[start] = start
+        replaced[start : start + length] = True
+    slots = torch.arange(num_positions) - newest.cummax(dim=0).values
+    return slots.masked_fill(~replaced, -1)
 
 
 def window_length(free: Tensor, start: int, length: int) -> int:
@@ -120,12 +105,7 @@ def run_chains(
 
     The clean texts, of any lengths, run first without gradients. Their keys and values are stored
     like those of a chain of tree nodes, so only the adaptive tokens run as a tree after them.
-
-    Args:
-        model: the target.
-        tokens: its adaptive tokens.
-        texts: clean texts.
-        chains: per text (start, length) of chains; the first adaptive token is at position start.
+    `chains` are (start, length) per text; the first adaptive token is at position start.
 
     Returns:
         (M, V) logits at the adaptive tokens, and the (text, position) of each.
@@ -170,9 +150,8 @@ def agreement(
     Chains start at `num_positions` of each text, evenly spread; those near its end are shorter.
 
     Returns:
-        "slot_j", the share of correct tokens at the j-th adaptive token; "slot_j_given", the same
-        among chains that are correct before it; "accepted", the mean number of correct tokens
-        before the first wrong one; "tokens_per_forward", 1 + accepted / 2, for the published loop.
+        The figures of `by_slot`; "accepted", the mean number of correct tokens before the first
+        wrong one; "tokens_per_forward", 1 + accepted / 2, for the published loop.
     """
     correct: list[list[bool]] = []
     for begin in range(0, len(texts), EVALUATION_BATCH):

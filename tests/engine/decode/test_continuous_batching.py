@@ -24,8 +24,8 @@ from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation.open_generation import OpenGeneration
-from hf_spec.methods.draft_model.config import DraftConfig
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
+from hf_spec.methods.draft_model.loading import DraftConfig
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
 from hf_spec.methods.registry import make_drafter, parse_strategy
 from tests import tiny_models

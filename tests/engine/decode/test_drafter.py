@@ -13,8 +13,8 @@ from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection
-from hf_spec.methods.draft_model.config import DraftConfig
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
+from hf_spec.methods.draft_model.loading import DraftConfig
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
 from tests import tiny_models
 from tests.model_watch import snapshot

@@ -15,9 +15,9 @@ import hf_spec
 from hf_spec import AssistantError, AutoConfig, OptionError
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
+from hf_spec.drafting.cost_model.cost_model_drafter import CostModelDrafter
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
-from hf_spec.methods.auto.drafter import AutoDrafter
 from tests.falcon_reference import random_head
 from tests.methods.falcon.test_drafter import knowing_head
 from tests.model_watch import snapshot
@@ -84,13 +84,13 @@ def run(kind: str = "one", timings: Any = CHEAP, assistant: Any = None, **option
 def trees(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
     """Every tree that is sent."""
     sent: list[DraftTree] = []
-    draft = AutoDrafter.draft
+    draft = CostModelDrafter.draft
 
-    def watch(self: AutoDrafter, state: Any, limits: Any) -> DraftTree:
+    def watch(self: CostModelDrafter, state: Any, limits: Any) -> DraftTree:
         sent.append(draft(self, state, limits))
         return sent[-1]
 
-    monkeypatch.setattr(AutoDrafter, "draft", watch)
+    monkeypatch.setattr(CostModelDrafter, "draft", watch)
     return sent
 
 
@@ -265,9 +265,9 @@ class TestSilence:
 
 
 class TestAssistants:
-    def made(self, assistant: Any) -> AutoDrafter:
+    def made(self, assistant: Any) -> CostModelDrafter:
         drafter = hf_spec.methods.registry.make_drafter(AutoConfig(), build("llama"), assistant)
-        assert isinstance(drafter, AutoDrafter)
+        assert isinstance(drafter, CostModelDrafter)
         return drafter
 
     def test_each_kind_is_recognised(self, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class TestAdapter:
         adapter = load_adapter(tmp_path, "disco")
         loaded, features = DiscoClassifier.from_adapter(adapter), torch.rand(6, NUM_FEATURES)
         assert torch.equal(loaded(features), made(features))
-        assert loaded.hidden_size == 5
+        assert loaded.inner.out_features == 5
         assert adapter.options["threshold"] == 0.3
         assert adapter.options["draft"] == "x/y"
         assert not any(p.requires_grad for p in loaded.parameters())

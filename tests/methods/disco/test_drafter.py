@@ -28,7 +28,6 @@ from hf_spec.methods.disco.drafter import DiscoPolicy
 from hf_spec.methods.draft_model import loading
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.draft_model.loading import resolve_draft_model
-from hf_spec.methods.draft_model.other_tokenizer import assistant as translated
 from tests.methods.draft_model.test_drafter import start
 from tests.model_watch import count_forwards
 from tests.tiny_models import (
@@ -222,7 +221,7 @@ class TestGenerate:
             return resolve_draft_model(*args)
 
         monkeypatch.setattr(disco, "load_adapter", watch_read)
-        for module in (disco, translated):
+        for module in (disco, loading):
             monkeypatch.setattr(module, "resolve_draft_model", watch_resolve)
         for calls in (1, 2):
             if given == "assistant":

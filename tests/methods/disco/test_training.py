@@ -62,7 +62,7 @@ def learnable(count: int = 30, seed: int = 0) -> list[Observed]:
     for index in range(count):
         features = torch.rand(40, 12)
         matched = features[:, 0] > 0.5
-        found.append(Observed(f"p{index}", "x", features, matched, matched.float()))
+        found.append(Observed(f"p{index}", features, matched, matched.float()))
     return found
 
 
@@ -159,7 +159,7 @@ class TestFit:
         torch.manual_seed(0)
         features = torch.rand(600, 12)
         matched = torch.rand(600) < 0.1
-        noise = [Observed("p", "x", features, matched, matched.float())]
+        noise = [Observed("p", features, matched, matched.float())]
         share = {}
         for weigh in (True, False):
             classifier, _ = fit(noise, noise, replace(SETTINGS, class_weights=weigh, max_epochs=30))
@@ -209,7 +209,7 @@ class TestFigures:
         with torch.no_grad():
             classifier.outer.weight.zero_()
             classifier.outer.bias.fill_(3.0)
-        result = evaluate(classifier, [Observed("p", "x", features, matched, matched.float())], 0.5)
+        result = evaluate(classifier, [Observed("p", features, matched, matched.float())], 0.5)
         rules = result["rules"]
         assert result["acceptance"] == 0.5
         # Predicts "accepted" everywhere.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_spec import AssistantError, truncated_draft
 from hf_spec.adapters.folder import SpecAdapter, load_adapter, save_adapter
 from hf_spec.methods.draft_model.trained import TrainableDraft, draft_from_adapter
+from hf_spec.methods.loading import build_adapter
 from tests.tiny_models import build, repetitive_prompt
 
 PROMPT = repetitive_prompt()
@@ -93,4 +94,4 @@ class TestDamage:
 
     def test_another_base(self, adapter: SpecAdapter) -> None:
         with pytest.raises(AssistantError, match="other weights"):
-            draft_from_adapter(adapter, build("llama", seed=1))
+            build_adapter(adapter, build("llama", seed=1))

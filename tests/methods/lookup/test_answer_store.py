@@ -1,14 +1,17 @@
-"""The store of earlier answers and drafts from it, against a slow reference."""
+"""The store of earlier answers, its search, and drafts from it: recording and exact output."""
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from hf_spec import LookupStore, OptionError
+from hf_spec import AssistantError, AutoConfig, LookupConfig, LookupStore, OptionError
 from hf_spec.methods.lookup.answer_store import (
     LONGEST_MATCH,
     MIN_PROBABILITY,
@@ -16,6 +19,8 @@ from hf_spec.methods.lookup.answer_store import (
     StoredDraft,
     find_draft,
 )
+from tests.test_distribution import ALPHA, REPETITIVE, exact, p_value, tiny
+from tests.tiny_models import TIMINGS, VOCAB, build, draft_model, ragged_batch
 
 
 def stored(store: LookupStore) -> list[list[int]]:
@@ -198,3 +203,223 @@ class TestSuggest:
     def test_no_room(self) -> None:
         text = np.array([1, 2, 3, SEPARATOR], dtype=np.int32)
         assert find_draft(text, [1], 9, 0).tokens == []
+
+
+NEW = 24
+CONFIGS: dict[str, Any] = {
+    "measured": LookupConfig(),
+    "fixed": LookupConfig(copy_length=6, max_draft_tokens=8),
+    "auto": AutoConfig(timings=TIMINGS),
+}
+
+
+def inputs(kind: str = "ragged", seed: int = 3) -> dict[str, torch.Tensor]:
+    batch = ragged_batch((12, 9, 5), seed)
+    # Random prompts: nothing in them repeats.
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, batch["input_ids"].shape, generator=generator)
+    batch["input_ids"] = ids * batch["attention_mask"]
+    return batch if kind == "ragged" else {name: part[:1] for name, part in batch.items()}
+
+
+def generate(given: Any, **options: Any) -> Any:
+    settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    return build("llama").generate(**given, **{**settings, **options})
+
+
+@pytest.mark.parametrize("kind", ["one", "ragged"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_second_answer_is_copied_from_the_first(name: str, kind: str) -> None:
+    store, given = LookupStore(), inputs(kind)
+    plain = generate(given).sequences
+    config, assistant = CONFIGS[name], store
+    rounds = []
+    for _ in range(3):
+        output = generate(given, spec_strategy=config, assistant=assistant)
+        assert torch.equal(output.sequences, plain)
+        rounds.append(output.spec_stats.target_forwards)
+    alone = generate(given, spec_strategy=config).spec_stats.target_forwards
+    assert rounds[0] >= alone
+    assert max(rounds[1:]) < 0.6 * alone
+    assert len(store) > 3 * NEW * len(given["input_ids"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prompts_that_resemble_earlier_ones(name: str) -> None:
+    """Another beginning, the same end: what was said is proposed, and judged."""
+    store, given = LookupStore(), inputs("one")
+    generate(given, spec_strategy=CONFIGS[name], assistant=store)
+    other = {key: value.clone() for key, value in given.items()}
+    other["input_ids"][0, 0] = 3 + (other["input_ids"][0, 0] + 1) % 50
+    output = generate(other, spec_strategy=CONFIGS[name], assistant=store)
+    assert torch.equal(output.sequences, generate(other).sequences)
+    assert output.spec_stats.drafted_tokens > 0
+
+
+def test_drafts_begin_with_the_first_token() -> None:
+    store, given = LookupStore(), inputs("one")
+    config = LookupConfig(copy_length=NEW, max_draft_tokens=NEW)
+    generate(given, spec_strategy=config, assistant=store)
+    output = generate(given, spec_strategy=config, assistant=store)
+    # The end of the prompt, twelve tokens, is the match.
+    assert output.spec_stats.rows[0].accepted_by_position[0] >= 1
+    assert output.spec_stats.target_forwards <= 1 + NEW // 12
+
+
+class TestWhatIsStored:
+    def test_answers_with_the_end_of_their_prompts(self) -> None:
+        store, given = LookupStore(), inputs()
+        output = generate(given, spec_strategy="lookup", assistant=store)
+        rows = [
+            [*ids[mask.bool()].tolist(), -1]
+            for ids, mask in zip(
+                output.sequences,
+                torch.nn.functional.pad(given["attention_mask"], (0, NEW), value=1),
+                strict=True,
+            )
+        ]
+        assert sorted(rows) == sorted(split(store))
+
+    def test_every_request_of_a_queue_once(self) -> None:
+        store, given = LookupStore(), inputs()
+        prompts = [ids[m.bool()].tolist() for ids, m in zip(*given.values(), strict=True)] * 2
+        for config in CONFIGS.values():
+            store.clear()
+            outputs = build("llama").generate_batch(
+                prompts, spec_strategy=config, assistant=store, max_batch=2, max_new_tokens=8
+            )
+            answers = [
+                [*p, *o.generated_tokens, -1]
+                for p, o in zip(prompts, outputs.values(), strict=True)
+            ]
+            assert sorted(split(store)) == sorted(answers)
+
+    def test_nothing_that_was_cut_short(self) -> None:
+        store = LookupStore()
+
+        def fail(ids: torch.Tensor, scores: Any) -> Any:
+            if ids.shape[1] > 16:
+                raise RuntimeError("enough")
+            return False
+
+        with pytest.raises(RuntimeError, match="enough"):
+            generate(inputs(), spec_strategy="lookup", assistant=store, stopping_criteria=[fail])
+        assert len(store) == 0
+        prompts = inputs("one")["input_ids"].tolist()
+        iterator = build("llama").generate_batch_iter(
+            prompts * 2, spec_strategy="lookup", assistant=store, max_batch=1, max_new_tokens=4
+        )
+        next(iterator)
+        iterator.close()
+        assert len(split(store)) == 1
+
+    def test_a_bounded_store_stays_bounded(self) -> None:
+        store = LookupStore(50)
+        for seed in range(3):
+            given = inputs("one", seed)
+            found = generate(given, spec_strategy="lookup", assistant=store).sequences
+            assert torch.equal(found, generate(given).sequences)
+            assert len(store) <= 50
+
+
+class TestTheModelsOwn:
+    @pytest.mark.parametrize(
+        "config",
+        [LookupConfig(across_answers=True), AutoConfig(across_answers=True, timings=TIMINGS)],
+    )
+    def test_a_model_keeps_its_answers(self, config: Any) -> None:
+        model = copy.deepcopy(build("llama"))
+        given = {**inputs("one"), "max_new_tokens": NEW, "return_dict_in_generate": True}
+        first, second = (model.generate(**given, spec_strategy=config) for _ in range(2))
+        assert torch.equal(first.sequences, second.sequences)
+        assert second.spec_stats.target_forwards < first.spec_stats.target_forwards
+        # Another model, another store; without the option none.
+        other = copy.deepcopy(model).generate(**given, spec_strategy=config)
+        assert other.spec_stats.target_forwards == first.spec_stats.target_forwards
+        off = model.generate(**given, spec_strategy="lookup")
+        assert off.spec_stats.target_forwards >= first.spec_stats.target_forwards
+
+    def test_a_new_vocabulary_is_a_new_store(self) -> None:
+        model = copy.deepcopy(build("llama"))
+        config = LookupConfig(across_answers=True)
+        model.generate(**inputs("one"), max_new_tokens=4, spec_strategy=config)
+        model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
+        model.generate(**inputs("one"), max_new_tokens=4, spec_strategy=config)
+
+
+class TestRefusals:
+    def test_another_vocabulary(self) -> None:
+        store = LookupStore()
+        generate(inputs(), spec_strategy="lookup", assistant=store)
+        small = {"input_ids": torch.tensor([[1, 2, 3]])}
+        with pytest.raises(OptionError, match="vocabulary of 97 tokens, but the model has 8"):
+            tiny(0).generate(**small, max_new_tokens=2, spec_strategy="lookup", assistant=store)
+
+    def test_two_stores(self) -> None:
+        with pytest.raises(AssistantError, match="2 LookupStores"):
+            generate(inputs(), spec_strategy="auto", assistant=[LookupStore(), LookupStore()])
+
+    def test_a_flag_that_is_none(self) -> None:
+        for config in (LookupConfig, AutoConfig):
+            with pytest.raises(OptionError, match="across_answers=1 must be True or False"):
+                config(across_answers=1)
+
+
+def test_auto_uses_it_beside_a_draft_model() -> None:
+    store, given = LookupStore(), inputs("one")
+    assistant = [draft_model("llama"), store]
+    for _ in range(2):
+        output = generate(given, spec_strategy=CONFIGS["auto"], assistant=assistant)
+        assert torch.equal(output.sequences, generate(given).sequences)
+    assert "asked_tree" in output.spec_stats.counters
+    assert len(split(store)) == 2
+
+
+def test_sampling_keeps_its_distribution() -> None:
+    """Every call adds to the store that later ones copy from."""
+    store, drawn = LookupStore(500), []
+    torch.manual_seed(5)
+    for _ in range(6):
+        output = tiny(0).generate(
+            torch.tensor([REPETITIVE]),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=3,
+            num_return_sequences=100,
+            spec_strategy=CONFIGS["fixed"],
+            assistant=store,
+        )
+        drawn.append(output[:, len(REPETITIVE) :])
+    assert p_value(torch.cat(drawn), exact(REPETITIVE, {}, None)) > ALPHA
+
+
+def test_threads_share_a_store() -> None:
+    store, given = LookupStore(200), [inputs("one", seed) for seed in range(3)]
+    plain = [generate(one).sequences for one in given]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(3):
+            output = generate(given[number], spec_strategy=CONFIGS["fixed"], assistant=store)
+            if not torch.equal(output.sequences, plain[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert 0 < len(store) <= 200
+
+
+def split(store: LookupStore) -> list[list[int]]:
+    """The answers of a store, each with the mark after it."""
+    answers: list[list[int]] = []
+    new: list[int] = []
+    for token in store.text.tolist():
+        new.append(token)
+        if token == -1:
+            answers.append(new)
+            new = []
+    return answers

@@ -18,7 +18,7 @@ from hf_spec.methods.sdsat.adaptive_tokens import merge_lora
 from hf_spec.methods.sdsat.infilling import Infilling
 from hf_spec.methods.sdsat.settings import SdsatTrainSettings
 from hf_spec.methods.sdsat.training import Student, train_sdsat
-from hf_spec.methods.sdsat.training_chains import Text, agreement, draw_windows
+from hf_spec.methods.sdsat.training_chains import Text, agreement, draw_windows, slots_of
 from hf_spec.training.answers import Example
 from hf_spec.training.trainer import MicroBatch, TrainSettings
 from tests.adapters.cards import card_metrics, rounded
@@ -195,20 +195,18 @@ class TestLoss:
         settings = replace(SETTINGS, mode="embeddings", layout="replaced", start_share=0.2)
         student = Student(model, settings)
         text = Text.of(examples[0])
-        generator = torch.Generator().manual_seed(5)
-        plain = student._replaced([text], generator)[0]
-        plain.backward()
+        windows = draw_windows(text.free(), 3, torch.Generator().manual_seed(5), 0.2)
+        slots = slots_of(windows, len(text.tokens))
+        student._replaced([text], [slots])[0].backward()
         before = gradients(student)["embeddings"]
         student.parameters["embeddings"].grad = None
         # The same windows, with other tokens after the last adaptive one.
-        generator = torch.Generator().manual_seed(5)
-        slots = draw_windows(text.free(), 3, generator, 0.2).slots
         last = int((slots >= 0).nonzero()[-1])
         tokens = list(text.tokens)
         for place in range(last + 2, len(tokens)):
             tokens[place] = 50
         other = replace(text, tokens=tokens)
-        student._replaced([other], torch.Generator().manual_seed(5))[0].backward()
+        student._replaced([other], [slots])[0].backward()
         assert torch.equal(gradients(student)["embeddings"], before)
 
     def test_eq_8_reads_every_answer_token_of_the_mixed_text(

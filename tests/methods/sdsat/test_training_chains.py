@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 from hf_spec.methods.sdsat.adaptive_tokens import from_adapter
 from hf_spec.methods.sdsat.training_chains import (
     Text,
-    Windows,
     agreement,
     draw_windows,
     run_chains,
+    slots_of,
+    window_length,
 )
 from tests.tiny_models import build, random_adaptive_tokens, repetitive_prompt
 
@@ -74,10 +75,11 @@ def free_positions(length: int, first: int) -> torch.Tensor:
     return Text([5] * length, first).free()
 
 
-def drawn(window: int, seed: int = 0, share: float = 0.1) -> tuple[Windows, torch.Tensor]:
+def drawn(window: int, seed: int = 0, share: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
+    """(W, 2) starts and lengths, and the slots of all positions."""
     free = free_positions(LENGTH, 1)
     windows = draw_windows(free, window, torch.Generator().manual_seed(seed), share)
-    return windows, windows.slots
+    return torch.tensor(windows), slots_of(windows, LENGTH)
 
 
 def replaced_share(window: int, share: float = 0.1) -> float:
@@ -95,14 +97,14 @@ def replaced_share(window: int, share: float = 0.1) -> float:
 @pytest.mark.parametrize("window", [1, 3, 5, 7])
 def test_a_tenth_of_the_positions_start_a_window(window: int) -> None:
     windows, slots = drawn(window)
-    assert len(windows.starts) == 1000
-    assert windows.starts.unique().tolist() == windows.starts.tolist()
+    assert len(windows) == 1000
+    assert windows[:, 0].unique().tolist() == windows[:, 0].tolist()
     assert (slots == 0).sum() == 1000
 
 
 @pytest.mark.parametrize("window", [3, 5, 7])
 def test_lengths_are_uniform(window: int) -> None:
-    lengths = torch.cat([drawn(window, seed)[0].lengths for seed in range(20)])
+    lengths = torch.cat([drawn(window, seed)[0][:, 1] for seed in range(20)])
     counts = torch.bincount(lengths, minlength=window + 1)
     assert counts[0] == 0
     expected = len(lengths) / window
@@ -139,14 +141,16 @@ def test_windows_meet_and_runs_grow_longer_than_one(window: int) -> None:
 
 
 def test_slots_count_from_the_newest_start() -> None:
-    windows = Windows(free_positions(12, 1), torch.tensor([2, 4, 9]), torch.tensor([5, 1, 5]))
-    assert windows.slots.tolist() == [-1, -1, 0, 1, 0, 1, 2, -1, -1, 0, 1, -1]
+    slots = slots_of([(2, 5), (4, 1), (9, 2)], 12)
+    assert slots.tolist() == [-1, -1, 0, 1, 0, 1, 2, -1, -1, 0, 1, -1]
 
 
 def test_a_window_ends_before_what_must_stay() -> None:
     free = Text([5, 5, 5, 5, 9, 5, 5, 5, 5], 1, frozenset({9})).free()
-    windows = Windows(free, torch.tensor([2, 6]), torch.tensor([4, 1]))
-    assert windows.slots.tolist() == [-1, -1, 0, 1, -1, -1, 0, -1, -1]
+    windows = draw_windows(free, 4, torch.Generator().manual_seed(0), share=1.0)
+    assert (3, 1) in windows
+    assert slots_of(windows, len(free))[4] == -1
+    assert [window_length(free, start, 4) for start in (2, 5)] == [2, 3]
 
 
 @pytest.mark.parametrize(("length", "first"), [(20, 1), (20, 7), (20, 0), (3, 1), (2, 1), (9, 9)])
@@ -155,14 +159,13 @@ def test_prompt_first_and_last_token_stay(length: int, first: int) -> None:
     expected = [max(first, 1) <= place < length - 1 for place in range(length)]
     assert free.tolist() == expected
     windows = draw_windows(free, 5, torch.Generator().manual_seed(0), share=1.0)
-    assert torch.equal(windows.slots >= 0, free)
+    assert torch.equal(slots_of(windows, length) >= 0, free)
 
 
 def test_a_short_text_has_one_window() -> None:
     free = free_positions(5, 2)
-    assert len(draw_windows(free, 3, torch.Generator().manual_seed(0), 0.1).starts) == 1
-    none = draw_windows(free_positions(2, 1), 3, torch.Generator().manual_seed(0), 0.1)
-    assert len(none.starts) == 0
+    assert len(draw_windows(free, 3, torch.Generator().manual_seed(0), 0.1)) == 1
+    assert draw_windows(free_positions(2, 1), 3, torch.Generator().manual_seed(0), 0.1) == []
 
 
 def test_a_seed_fixes_everything() -> None:

@@ -26,7 +26,7 @@ def learnable(count: int = 20) -> list[Observed]:
     for index in range(count):
         features = torch.rand(30, 12, generator=generator)
         matched = features[:, 0] > 0.5
-        found.append(Observed(f"p{index}", "x", features, matched, features[:, 0]))
+        found.append(Observed(f"p{index}", features, matched, features[:, 0]))
     return found
 
 

@@ -34,7 +34,7 @@ from hf_spec.evaluation.bench.settings import CalibrationSettings
 from hf_spec.evaluation.bench.summary import spread, spread_of
 from hf_spec.methods.disco.classifier import METHOD
 from hf_spec.methods.disco.drafter import DiscoConfig, find_draft_model
-from hf_spec.methods.draft_model.config import DraftConfig
+from hf_spec.methods.draft_model.loading import DraftConfig
 
 # Name of the contender that all others are compared with.
 REFERENCE = "reference"

@@ -10,12 +10,9 @@ tokens (`draft_text`). Its drafts become target tokens in one of two ways (`tran
 - "text" (compare SLEM, algorithm 2): it drafts any of its tokens. The text of every path is encoded
   with the target's tokenizer and verified by node draw. Drafts are never sampled.
 
-Differences: vocabularies are compared by decoded text, not by token name (`token_map`); both ways
+Differences: vocabularies are compared by decoded text, not by token name (`tokenizers`); both ways
 draft trees and graphs; "shared" is the default if it covers half of the target's vocabulary.
 
 Text that a tokenizer does not reproduce exactly only lowers the acceptance rate; the output is
 always the target's.
-
-Files: `assistant` (draft model and tokenizers of a call), `text_tokens` (one tokenizer),
-`token_map` (two vocabularies), `draft_text` (incremental encoding), `drafter` (both ways).
 """

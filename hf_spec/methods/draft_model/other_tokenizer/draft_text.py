@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import attrgetter
 
-from hf_spec.methods.draft_model.other_tokenizer.text_tokens import (
+from hf_spec.methods.draft_model.other_tokenizer.tokenizers import (
     CONTEXT_TOKENS,
     REPLACEMENT,
+    TokenizerPair,
     TokenSpan,
     context_start,
 )
-from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenizerPair
 
 # Characters at the end of a text whose tokens may change when the text grows.
 UNSTABLE_CHARACTERS = 64
@@ -73,8 +74,7 @@ class DraftText:
         draft_id = self._pair.special_ids.get(special)
         # The draft model's tokenizer has already added its own prefix.
         at_start = self._finished_ids == self._pair.draft.prefix_ids
-        is_prefix = at_start and draft_id in self._finished_ids
-        if draft_id is not None and not is_prefix:
+        if draft_id is not None and not (at_start and draft_id in self._finished_ids):
             self._finished_ids.append(draft_id)
         self._begin_segment()
 
@@ -99,15 +99,10 @@ class DraftText:
             self._encode(stable_end)
 
     def _encode(self, stable_end: int) -> None:
-        """Encode the text again after the tokens that end before `stable_end`."""
-        num_stable = bisect_right(self._spans, stable_end, key=_end)
+        num_stable = bisect_right(self._spans, stable_end, key=attrgetter("end"))
         border = self._spans[num_stable - 1].end if num_stable else 0
         start = context_start(self.text, border)
         spans = self._pair.draft.encode(self.text[start:])
         new = [TokenSpan(s.token, s.start + start, s.end + start) for s in spans]
         # Compare ends, because some tokenizers exclude spaces from the range of a token.
         self._spans[num_stable:] = [s for s in new if not num_stable or s.end > border]
-
-
-def _end(span: TokenSpan) -> int:
-    return span.end

@@ -1,7 +1,4 @@
-"""Drafters for a draft model with another tokenizer: `SharedDrafter` and `TextDrafter`.
-
-For the two methods see `hf_spec.methods.draft_model.other_tokenizer`.
-"""
+"""Drafters for a draft model with another tokenizer; for both see the package."""
 
 from __future__ import annotations
 
@@ -21,14 +18,15 @@ from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict, likeliest
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
-from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
+from hf_spec.methods.draft_model.drafter import DraftConfig, DraftModelDrafter
 from hf_spec.methods.draft_model.other_tokenizer.draft_text import DraftText
-from hf_spec.methods.draft_model.other_tokenizer.text_tokens import (
+from hf_spec.methods.draft_model.other_tokenizer.tokenizers import (
     REPLACEMENT,
+    TokenizerPair,
+    TokenMap,
     common_length,
     context_start,
 )
-from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenizerPair, TokenMap
 
 # Coverage of the target's vocabulary from which "shared" is the default. Gemma 3 covers 94% of
 # SmolLM2's, where both ways are equally fast; SmolLM2 covers 18% of Gemma's.
@@ -36,12 +34,18 @@ MIN_COVERAGE = 0.5
 
 
 def make_cross_tokenizer_drafter(
-    config: DraftModelConfig, model: PreTrainedModel, policy: LengthPolicy, pair: TokenizerPair
+    config: DraftConfig, model: PreTrainedModel, policy: LengthPolicy, pair: TokenizerPair
 ) -> DraftModelDrafter:
     """Return the drafter for a draft model with another tokenizer, by `config.translation`."""
+    lossy = getattr(config, "lossy", False)
+    if lossy and config.translation == "text":
+        raise OptionError(
+            "lossy=True needs the draft model's probability of each target token, which "
+            "translation='text' does not provide; use translation='shared'"
+        )
     shared = config.translation == "shared"
     if config.translation is None:
-        shared = getattr(config, "lossy", False) or pair.coverage >= MIN_COVERAGE
+        shared = lossy or pair.coverage >= MIN_COVERAGE
     return (SharedDrafter if shared else TextDrafter)(config, model, policy, pair)
 
 
@@ -54,22 +58,23 @@ class CrossTokenizerDrafter(DraftModelDrafter):
         ids: per row the draft model's tokens up to the root.
     """
 
-    reads_own_tokens = False
+    # The draft model does not read the drafted token ids as they are.
+    supports_device_growth = False
 
     def __init__(
         self,
-        config: DraftModelConfig,
+        config: DraftConfig,
         model: PreTrainedModel,
         policy: LengthPolicy,
         pair: TokenizerPair,
     ):
-        super().__init__(config, model, policy, pair.target.size)
+        super().__init__(config, model, policy)
         self.pair = pair
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._longest = longest or sys.maxsize
 
     def start(self, state: GenerationState) -> None:
-        """See `DraftModelDrafter`; begins the text of every row."""
+        """Begin the text of every row."""
         super().start(state)
         self._texts = [DraftText(self.pair) for _ in range(state.num_rows)]
         self.ids: list[list[int]] = [[] for _ in range(state.num_rows)]
@@ -77,7 +82,7 @@ class CrossTokenizerDrafter(DraftModelDrafter):
         self._stored_ids: list[list[int]] = [[] for _ in range(state.num_rows)]
 
     def restart(self, row: int) -> None:
-        """See `DraftModelDrafter`; begins the text of one row."""
+        """Begin the text of one row."""
         super().restart(row)
         self._texts[row] = DraftText(self.pair)
         self._stored_ids[row] = []
@@ -101,12 +106,9 @@ class CrossTokenizerDrafter(DraftModelDrafter):
 
 
 class SharedRunner(ModelRunner):
-    """Runs a draft model on trees of target tokens that both vocabularies have.
+    """Runs a draft model on trees of target tokens that both vocabularies have."""
 
-    Attributes:
-        texts: per row the draft model's tokens; the last one replaces the root.
-    """
-
+    # Per row the draft model's tokens; the last one replaces the root.
     texts: Sequence[Sequence[int]] = ()
 
     def __init__(self, model: PreTrainedModel, num_rows: int, batching: str, shared: TokenMap):
@@ -119,7 +121,7 @@ class SharedRunner(ModelRunner):
         sequences: Sequence[Sequence[int]],
         nodes: Sequence[int] | None = None,
     ) -> ForwardOutput:
-        """See `ModelRunner.forward`; returns logits over the target's tokens."""
+        """Return logits over the target's tokens."""
         tokens = [self.shared.to_draft(token) for token in tree.tokens]
         for row, (first, end) in enumerate(pairwise(tree.row_start)):
             if first < end:
@@ -133,6 +135,9 @@ class SharedRunner(ModelRunner):
 class SharedDrafter(CrossTokenizerDrafter):
     """Drafts tokens that both vocabularies have (TLI)."""
 
+    # The runner converts tokens and logits.
+    _translates = True
+
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """See `LevelDrafter.draft`."""
         limits = self._read(state.tokens, limits)
@@ -140,19 +145,13 @@ class SharedDrafter(CrossTokenizerDrafter):
         return super().draft(state, limits)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """See `DraftModelDrafter`; also records the tokens of the KV cache."""
+        """Also record the tokens of the KV cache."""
         super().observe(verdict, output)
         for row, path in enumerate(verdict.paths):
             if row in self._sent:
                 tokens = [self._sent[row].tokens[node] for node in path]
-                self._stored_ids[row] = self.ids[row] + [
-                    self.pair.shared.to_draft(t) for t in tokens
-                ]
-
-    @property
-    def _translates(self) -> bool:
-        """True: the runner converts tokens and logits."""
-        return True
+                drafted = [self.pair.shared.to_draft(token) for token in tokens]
+                self._stored_ids[row] = self.ids[row] + drafted
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
         return SharedRunner(self.model, num_rows, self.config.batching, self.pair.shared)
@@ -160,13 +159,7 @@ class SharedDrafter(CrossTokenizerDrafter):
 
 @dataclass
 class _PathText:
-    """Text of a draft path.
-
-    Attributes:
-        text: the text before a token that ends the path.
-        end: the target's special token that ends it, if any.
-        reach: probability of the path.
-    """
+    """Text of a draft path before its special token, the target's id of that, and its reach."""
 
     text: str = ""
     end: int | None = None
@@ -176,22 +169,6 @@ class _PathText:
 class TextDrafter(CrossTokenizerDrafter):
     """Drafts the draft model's own tokens and encodes the text of every path for the target."""
 
-    def __init__(
-        self,
-        config: DraftModelConfig,
-        model: PreTrainedModel,
-        policy: LengthPolicy,
-        pair: TokenizerPair,
-    ):
-        if getattr(config, "lossy", False):
-            raise OptionError(
-                "lossy=True needs the draft model's probability of each target token, which "
-                "translation='text' does not provide; use translation='shared'"
-            )
-        super().__init__(config, model, policy, pair)
-        # Draft id -> target id.
-        self._special_ids = {draft: target for target, draft in pair.special_ids.items()}
-
     def start(self, state: GenerationState) -> None:
         """Begin with a state of the sequences in the draft model's tokens."""
         eos = self.pair.draft.tokenizer.eos_token_id
@@ -199,6 +176,8 @@ class TextDrafter(CrossTokenizerDrafter):
         empty = torch.zeros(state.num_rows, 0, dtype=torch.long, device=state.device)
         # Without logits processors, which work on the target's tokens.
         self._draft_state = GenerationState.create(empty, empty, stop)
+        # Draft id -> target id.
+        self._special_ids = {draft: target for target, draft in self.pair.special_ids.items()}
         super().start(self._draft_state)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
@@ -211,13 +190,12 @@ class TextDrafter(CrossTokenizerDrafter):
         drafts, probs = {}, []
         for row, limit in limits.items():
             deepest = max(self.max_depth, self._tree.height(row))
-            paths = _PathTree(state.tokens[row][-1], min(limit, deepest))
-            if row in with_text:
-                for tokens, reaches in self._target_paths(row):
-                    paths.add(tokens, reaches)
-            nodes, parents = likeliest(paths.parents, paths.probs, self.shape.max_nodes)
-            drafts[row] = [paths.tokens[node] for node in nodes], parents
-            probs += [paths.probs[node] for node in nodes]
+            paths = self._target_paths(row) if row in with_text else []
+            root, depth = state.tokens[row][-1], min(limit, deepest)
+            tokens, all_parents, all_probs = _merged_paths(root, paths, depth)
+            nodes, parents = likeliest(all_parents, all_probs, self.shape.max_nodes)
+            drafts[row] = [tokens[node] for node in nodes], parents
+            probs += [all_probs[node] for node in nodes]
         return DraftTree.from_drafts(drafts, state.num_rows, node_probs=probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
@@ -236,13 +214,8 @@ class TextDrafter(CrossTokenizerDrafter):
             self._stored_ids[row] = before + [self._tree.tokens[node] for node in accepted[row]]
         super().observe(Verdict(self._tree, accepted, verdict.bonus), output)
 
-    def _make_runner(self, num_rows: int) -> ModelRunner:
-        runner = ModelRunner(self.model, num_rows, batching=self.config.batching)
-        runner.rounded = True
-        return runner
-
     def _target_paths(self, row: int) -> list[tuple[list[int], list[float]]]:
-        """Return, per leaf of a row's tree, the target's tokens and their reach."""
+        """Return the target's tokens and their reach per leaf of a row's tree, likeliest first."""
         tree, texts = self._tree, self._path_texts(row)
         paths: dict[int, list[_PathText]] = {}
         for node in tree.nodes(row)[1:]:
@@ -296,29 +269,23 @@ class TextDrafter(CrossTokenizerDrafter):
         return encoded
 
 
-class _PathTree:
-    """Paths of target tokens as one tree of at most `limit` levels.
+def _merged_paths(
+    root: int, paths: Sequence[tuple[Sequence[int], Sequence[float]]], limit: int
+) -> tuple[list[int], list[int], list[float]]:
+    """Return tokens, parents and probabilities of a tree of paths, cut after `limit` levels.
 
-    Attributes:
-        tokens, parents: nodes, see `DraftTree.from_rows`.
-        probs: probability of each node after its parent.
+    A path has tokens and the reach of each; the paths are in descending order of reach.
     """
-
-    def __init__(self, root: int, limit: int):
-        self.tokens, self.parents, self.probs = [root], [-1], [1.0]
-        self.limit = limit
-        self._reach = [1.0]
-        self._children: dict[tuple[int, int], int] = {}
-
-    def add(self, tokens: Sequence[int], reaches: Sequence[float]) -> None:
-        """Add a path with the reach of each token, in descending order of reach of the paths."""
+    tokens, parents, probs, reach = [root], [-1], [1.0], [1.0]
+    children: dict[tuple[int, int], int] = {}
+    for path in paths:
         node = 0
-        for token, reach in list(zip(tokens, reaches, strict=True))[: self.limit]:
-            below = self._children.setdefault((node, token), len(self.tokens))
-            if below == len(self.tokens):
-                self.tokens.append(token)
-                self.parents.append(node)
-                self._reach.append(min(reach, self._reach[node]))
-                above = self._reach[node]
-                self.probs.append(self._reach[below] / above if above else 0.0)
+        for token, token_reach in list(zip(*path, strict=True))[:limit]:
+            below = children.setdefault((node, token), len(tokens))
+            if below == len(tokens):
+                tokens.append(token)
+                parents.append(node)
+                reach.append(min(token_reach, reach[node]))
+                probs.append(reach[below] / reach[node] if reach[node] else 0.0)
             node = below
+    return tokens, parents, probs
