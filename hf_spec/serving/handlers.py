@@ -26,7 +26,7 @@ from transformers.cli.serving.utils import split_model_id
 
 from hf_spec.serving.checks import check_body
 from hf_spec.serving.errors import RequestError
-from hf_spec.serving.manager import SpeculativeManager, SpeculativeState
+from hf_spec.serving.manager import SpeculativeManager
 
 # Threads that parse requests. Each holds the interpreter lock for 5 ms at a time, so more threads
 # would delay streams and `/health`.
@@ -89,13 +89,11 @@ class ServedModel(ModelManager):
             body["model"] = self.name
         self.check(body["model"])
 
-    def load_model_and_processor(
-        self, model_id_and_revision: str, *args: Any, **kwargs: Any
-    ) -> Any:
+    def load_model_and_processor(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Load the model, or return the loaded one; called by every endpoint."""
-        if (model_id_and_revision, kwargs.get("gguf_file")) != (self._key, self._gguf_file):
-            raise self._not_found(model_id_and_revision)
-        return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
+        if (name, kwargs.get("gguf_file")) != (self._key, self._gguf_file):
+            raise self._not_found(name)
+        return super().load_model_and_processor(name, *args, **kwargs)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -109,7 +107,7 @@ class _ParsedInThread:
     """Mixin that runs `handle_request` in a thread until the response starts."""
 
     model_manager: ServedModel
-    generation_state: SpeculativeState
+    generation_state: SpeculativeManager
     readers: ThreadPoolExecutor
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
@@ -120,10 +118,9 @@ class _ParsedInThread:
         return await response if inspect.isawaitable(response) else response
 
     def _parse(self, body: dict[str, Any], request_id: str) -> Callable[[], Any]:
-        """Return the function that starts the response."""
         with content_errors_as_400():
             self.model_manager.check_body_model(body)
-            check_body(body, self.generation_state.manager.settings)
+            check_body(body, self.generation_state.settings)
             # Until the response starts, nothing depends on the server's event loop.
             return asyncio.run(super().handle_request(body, request_id))  # type: ignore[misc]
 
@@ -177,22 +174,21 @@ class Handlers:
     """Handlers of the endpoints, with shared model and parser threads."""
 
     def __init__(self, model: ServedModel, manager: SpeculativeManager):
-        state = SpeculativeState(manager)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="hf-spec-read")
-        self.chat, self.completions, self.responses = (
-            kind(model, state) for kind in (_Chat, _Completions, _Responses)
-        )
+        self.chat = _Chat(model, manager)
+        self.completions = _Completions(model, manager)
+        self.responses = _Responses(model, manager)
         for handler in (self.chat, self.completions, self.responses):
             handler.readers = self._readers
-        self.transcriptions = _Transcriptions(model, state)
-        self.decisions = _decisions(model, state)
+        self.transcriptions = _Transcriptions(model, manager)
+        self.decisions = _decisions(model, manager)
 
     def close(self) -> None:
         """Stop parsing requests."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
 
-def _decisions(model: ServedModel, state: SpeculativeState) -> Any:
+def _decisions(model: ServedModel, manager: SpeculativeManager) -> Any:
     """Return the handler of `/v1/systemone`, or None if transformers has none."""
     try:
         from transformers.cli.serving.systemone import SystemOneHandler
@@ -207,8 +203,7 @@ def _decisions(model: ServedModel, state: SpeculativeState) -> Any:
                 return await super().handle_request(body, request_id)
 
         def _open(self) -> None:
-            """Load and open the model if needed."""
             _, loaded, processor = self._resolve_model({})
-            state.manager.open(loaded, processor)
+            manager.open(loaded, processor)
 
-    return Decisions(model, state)
+    return Decisions(model, manager)

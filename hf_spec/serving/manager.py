@@ -34,7 +34,7 @@ STORED = "spec_strategy"
 TEXT_INPUTS = {"input_ids", "attention_mask"}
 
 
-class SpeculativeManager:
+class SpeculativeManager(GenerationState):
     """Scheduler of the served model and shared state of its requests.
 
     `strategy` is a name or a config. None selects the strategy stored in the model's generation
@@ -42,6 +42,7 @@ class SpeculativeManager:
     """
 
     def __init__(self, strategy: Any, assistant: Any, settings: ServeSettings):
+        super().__init__()
         self._strategy, self.assistant, self.settings = strategy, assistant, settings
         self._scheduler: Scheduler | None = None
         self._stopped = False
@@ -52,9 +53,7 @@ class SpeculativeManager:
     def open(self, model: PreTrainedModel, processor: Any) -> Scheduler:
         """Return the scheduler of a model; a reloaded model gets a new one.
 
-        Raises:
-            SpecError: if the model is unsupported.
-            StoppedError: after `stop`.
+        Raises `SpecError` if the model is unsupported, and `StoppedError` after `stop`.
         """
         with self._open_lock:
             if self._stopped:
@@ -74,6 +73,10 @@ class SpeculativeManager:
     def scheduler(self) -> Scheduler | None:
         """Scheduler of the open model, or None."""
         return self._scheduler
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
+        """Return the manager of one response; handlers call this once per request."""
+        return RequestGeneration(self)
 
     @property
     def is_alive(self) -> bool:
@@ -114,9 +117,8 @@ class RequestGeneration(GenerateManager):
     ) -> None:
         """Check a request and prepare its processors and stop rules.
 
-        Raises:
-            SpecError: if a setting is invalid or unsupported.
-            ValueError: for settings that `generate()` rejects.
+        Raises `SpecError` for an invalid or unsupported setting, and `ValueError` for one that
+        `generate()` rejects.
         """
         manager = self._manager
         self._scheduler = manager.open(model, processor)
@@ -180,9 +182,7 @@ class RequestGeneration(GenerateManager):
         with _counted(scheduler):
             return scheduler.run_alone(fn, *args, **kwargs)
 
-    def async_submit(
-        self, fn: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> asyncio.Future[Any]:
+    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Like `submit`, as an awaitable."""
         return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
 
@@ -190,8 +190,7 @@ class RequestGeneration(GenerateManager):
         """Do nothing: the manager stops the shared scheduler."""
 
     def _submit(self, on_tokens: Callable[[list[int]], None]) -> Future[list[int]]:
-        assert self._scheduler is not None, "prepared before"
-        assert self._ready is not None, "prepared before"
+        assert self._scheduler is not None and self._ready is not None, "prepared before"
         with _counted(self._scheduler):
             return self._scheduler.submit(self._ready, on_tokens)
 
@@ -205,26 +204,6 @@ class RequestGeneration(GenerateManager):
             arguments["generation_mode"] = "text"
         assistant = self._manager.assistant
         return self.submit(model.generate, **arguments, assistant=assistant, streamer=streamer)
-
-
-class SpeculativeState(GenerationState):
-    """Generation state that gives each request of a handler a `RequestGeneration`."""
-
-    def __init__(self, manager: SpeculativeManager):
-        super().__init__()
-        self.manager = manager
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
-        """Return the manager of one response; called once per request."""
-        return RequestGeneration(self.manager)
-
-    def is_cb_alive(self) -> bool:
-        """Return the state that `/health` reports."""
-        return self.manager.is_alive
-
-    def shutdown(self) -> None:
-        """Stop running and waiting requests."""
-        self.manager.stop()
 
 
 class _Streamer(DirectStreamer):

@@ -15,10 +15,10 @@ from transformers.cli.serving.utils import split_model_id
 
 from hf_spec.serving.bodies import ChatRequest, CompletionRequest, ResponseRequest
 from hf_spec.serving.errors import RequestError
-from hf_spec.serving.guard import AccessGuard, ResponseCounter
+from hf_spec.serving.guard import AccessGuard
 from hf_spec.serving.handlers import Handlers, ServedModel
 from hf_spec.serving.manager import SpeculativeManager
-from hf_spec.serving.metrics import CONTENT_TYPE, Counts, Load, prometheus_text
+from hf_spec.serving.metrics import CONTENT_TYPE, Counts, prometheus_text
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Invalid request, or too large for the server."},
@@ -41,7 +41,7 @@ def build_app(model: ServedModel, manager: SpeculativeManager) -> FastAPI:
     _add_service(app, model, manager)
     if manager.settings.management:
         _add_management(app, model, manager)
-    app.add_exception_handler(RequestError, _request_error)
+    app.add_exception_handler(RequestError, _respond)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _failure)
@@ -77,9 +77,7 @@ def _add_text(app: FastAPI, handlers: Handlers) -> None:
 
 def _add_service(app: FastAPI, model: ServedModel, manager: SpeculativeManager) -> None:
     num_responses: Counter[tuple[str, int]] = Counter()
-    # The middleware added last runs first.
-    app.add_middleware(AccessGuard, settings=manager.settings)
-    app.add_middleware(ResponseCounter, responses=num_responses)
+    app.add_middleware(AccessGuard, settings=manager.settings, responses=num_responses)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -98,9 +96,8 @@ def _add_service(app: FastAPI, model: ServedModel, manager: SpeculativeManager) 
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        scheduler = manager.scheduler
-        counts, load = (scheduler.counts, scheduler.load) if scheduler else (Counts(), Load())
-        return Response(prometheus_text(counts, load, num_responses), media_type=CONTENT_TYPE)
+        counts = manager.scheduler.counts if manager.scheduler else Counts()
+        return Response(prometheus_text(counts, num_responses), media_type=CONTENT_TYPE)
 
 
 def _add_management(app: FastAPI, model: ServedModel, manager: SpeculativeManager) -> None:
@@ -119,7 +116,7 @@ def _add_management(app: FastAPI, model: ServedModel, manager: SpeculativeManage
         return {"status": "ok"}
 
 
-async def _request_error(request: Any, error: Any) -> Response:
+async def _respond(request: Any, error: Any) -> Response:
     return JSONResponse(error.body, error.status, error.headers)
 
 
@@ -130,18 +127,16 @@ async def _invalid_body(request: Any, error: Any) -> Response:
     field = ".".join(str(part) for part in first["loc"][1:] if "[" not in str(part))
     value = f", not {first['input']!r:.60}" if "input" in first else ""
     message = f"{field or 'the body'}: {first['msg']}{value}"
-    return await _request_error(request, RequestError(400, message, param=field or None))
+    return await _respond(request, RequestError(400, message, param=field or None))
 
 
 async def _http_error(request: Any, error: Any) -> Response:
     message = error.detail if isinstance(error.detail, str) else repr(error.detail)
-    return await _request_error(
-        request, RequestError(error.status_code, message, headers=error.headers)
-    )
+    return await _respond(request, RequestError(error.status_code, message, headers=error.headers))
 
 
 async def _failure(request: Any, error: Any) -> Response:
     # The client gets only the message; the traceback is in the log. uvicorn closes the connection,
     # so tell the client not to reuse it.
     message, headers = f"{type(error).__name__}: {error}", {"Connection": "close"}
-    return await _request_error(request, RequestError(500, message, headers=headers))
+    return await _respond(request, RequestError(500, message, headers=headers))

@@ -20,8 +20,8 @@ from hf_spec.common.errors import SpecError
 from hf_spec.common.outputs import SpecRequestOutput, SpecStats
 from hf_spec.engine.decode.continuous_batching import OpenBatch
 from hf_spec.generation.open_generation import OpenGeneration, Ready
-from hf_spec.serving.errors import QueueFullError, SequenceError, StoppedError
-from hf_spec.serving.metrics import Counts, Load
+from hf_spec.serving.errors import RequestError, StoppedError
+from hf_spec.serving.metrics import Counts
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ class Scheduler:
     def submit(self, ready: Ready, on_tokens: Callable[[list[int]], None]) -> Future[list[int]]:
         """Queue a request; `on_tokens` is called with its new tokens as soon as they are final.
 
-        Raises:
-            QueueFullError: if `max_waiting` requests wait.
-            StoppedError: after `stop`.
+        Raises `RequestError` if `max_waiting` requests wait, and `StoppedError` after `stop`.
         """
         return self._enqueue(_Sequence(ready, on_tokens))
 
@@ -103,15 +101,14 @@ class Scheduler:
 
     @property
     def counts(self) -> Counts:
-        """Totals up to the latest step."""
+        """Totals up to the latest step, and the current load."""
         with self._changed:
-            return replace(self._published, outcomes=self._outcomes.copy())
-
-    @property
-    def load(self) -> Load:
-        """Running sequences and waiting requests."""
-        with self._changed:
-            return Load(len(self._running), self._num_waiting())
+            return replace(
+                self._published,
+                outcomes=self._outcomes.copy(),
+                queue_length=self._num_waiting(),
+                running=len(self._running),
+            )
 
     @property
     def is_alive(self) -> bool:
@@ -121,8 +118,7 @@ class Scheduler:
     def stop(self, timeout: float = 2.0) -> None:
         """Fail all requests with `StoppedError` and end the thread after its current step.
 
-        Args:
-            timeout: seconds to wait for the thread.
+        `timeout` is the number of seconds to wait for the thread.
         """
         with self._changed:
             self._stopping = True
@@ -140,7 +136,11 @@ class Scheduler:
             if self._stopping:
                 raise StoppedError()
             if (number := self._num_waiting()) >= self._max_waiting:
-                raise QueueFullError(number)
+                raise RequestError(
+                    429,
+                    f"{number} requests wait already; try again later",
+                    headers={"Retry-After": "1"},
+                )
             self._waiting.append(item)
             self._changed.notify()
         return item.future
@@ -244,7 +244,8 @@ class Scheduler:
         assert output.spec_stats is not None
         self._finished = self._finished.plus(SpecStats([output.spec_stats]))
         if output.error is not None:
-            self._resolve(sequence, error=SequenceError(output.error))
+            message = f"the response cannot be generated with these settings: {output.error}"
+            self._resolve(sequence, error=RequestError(422, message))
         else:
             self._resolve(sequence, output.generated_tokens)
 
