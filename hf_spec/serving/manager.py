@@ -190,7 +190,8 @@ class RequestGeneration(GenerateManager):
         """Do nothing: the manager stops the shared scheduler."""
 
     def _submit(self, on_tokens: Callable[[list[int]], None]) -> Future[list[int]]:
-        assert self._scheduler is not None and self._ready is not None, "prepared before"
+        assert self._scheduler is not None, "prepared before"
+        assert self._ready is not None, "prepared before"
         with _counted(self._scheduler):
             return self._scheduler.submit(self._ready, on_tokens)
 

@@ -56,10 +56,8 @@ def _bit_sums(tensor: Tensor) -> list[int]:
 def answer_keys(facts: Mapping[str, Any], prompts: Iterable[Sequence[int]]) -> list[str]:
     """Return the key of every prompt's answer.
 
-    Args:
-        facts: what else the answers depend on: the model and the settings, as JSON values.
-        prompts: token ids, with the chat template. The first of equal prompts has another key than
-            the second, so each has an answer of its own.
+    `facts` are what else the answers depend on: the model and the settings, as JSON values.
+    `prompts` are token ids with the chat template. Each of several equal prompts has its own key.
     """
     run, seen, keys = json.dumps(facts, sort_keys=True), Counter[str](), []
     for prompt in prompts:
@@ -71,16 +69,7 @@ def answer_keys(facts: Mapping[str, Any], prompts: Iterable[Sequence[int]]) -> l
 
 
 def check_answered(path: Path, answered: Iterable[str | None], keys: Iterable[str]) -> None:
-    """Reject a file with answers to prompts that are not among those of this run.
-
-    Args:
-        path: the file, for the message.
-        answered: the keys in it.
-        keys: the keys of this run's prompts.
-
-    Raises:
-        OptionError: if there is such an answer.
-    """
+    """Reject a file with answers whose keys are not among the `keys` of this run's prompts."""
     if others := set(answered) - set(keys):
         raise OptionError(
             f"{path} holds answers to {len(others)} prompts that are not among the prompts of this "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,10 +28,9 @@ class ResultTable(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Outcome of a training.
+    """Figures of a training on the held-out answers, by name.
 
     Attributes:
-        figures: figures on the held-out answers, by name.
         table: shown instead of the figures.
         whole_model: True if the output folder is a model of its own, not a part for the target.
         next_step: suggested next step; None for `hf-spec bench` of the result.
@@ -50,12 +49,9 @@ class TrainingJob:
     Attributes:
         files: files of answers.
         out: folder of the result.
-        settings: the method's settings.
-        load_target: loads the target model.
-        load_tokenizer: loads its tokenizer.
+        settings, options: the method's settings, and its further options.
         run: `TrainSettings`; None for a method with its own training loop.
         data: `TeacherOptions` or `FeatureOptions`.
-        options: the method's further options.
         several_files: True if a named data folder has one folder inside for every file.
         notify: shows a message to the user.
     """
@@ -82,7 +78,7 @@ class TrainingJob:
 
     def examples(self) -> list[Example]:
         """Return the answers of all files with the target's next-token distributions."""
-        compute = lambda answers, folder: teacher_examples(self.target, answers, folder)  # noqa: E731
+        compute = partial(teacher_examples, self.target)
         return self.per_file(self.data.teacher, "teacher", compute)
 
     def texts(self, layers: Sequence[int]) -> list[Text]:

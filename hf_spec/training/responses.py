@@ -14,7 +14,7 @@ import json
 from abc import abstractmethod
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -62,10 +62,7 @@ class Recorder(NoDrafter):
 
     @abstractmethod
     def keep(self, answers: Sequence[Response], first: int) -> None:
-        """Store the records of the latest generation, whose rows became `answers`.
-
-        `first` is the index of the first answer in its file.
-        """
+        """Store the latest generation, whose rows became `answers`, in the file from `first` on."""
 
 
 def generate_responses(  # noqa: PLR0913 - prompts, file, settings, and callbacks
@@ -81,16 +78,8 @@ def generate_responses(  # noqa: PLR0913 - prompts, file, settings, and callback
     """Write the answers of `model` to JSON lines in `path`, resuming from what it already holds.
 
     Answers are matched with prompts by content, so prompts may be reordered or added between calls.
-
-    Args:
-        model: the target.
-        tokenizer: its tokenizer, with or without a chat template.
-        prompts: the prompts to answer.
-        path: file of answers.
-        settings: lengths and sampling.
-        batch_size: prompts per batch.
-        progress: called after every batch with its numbers of prompts and of new tokens.
-        recorder: stores more than the answers.
+    The tokenizer may have a chat template. `progress` is called after every batch with its numbers
+    of prompts and of new tokens.
 
     Returns:
         The number of prompts that were skipped because they are too long.
@@ -129,10 +118,8 @@ def generate_responses(  # noqa: PLR0913 - prompts, file, settings, and callback
 def read_responses(path: Path) -> Iterator[Response]:
     """Yield the answers in a file of `generate_responses`, even while it is written.
 
-    An incomplete last line is skipped.
-
-    Raises:
-        OptionError: if it is another file, or a line is not a prompt with an answer.
+    An incomplete last line is skipped. Raises `OptionError` if it is another file, or a line is not
+    a prompt with an answer.
     """
     check_regular(path)
     with path.open("rb") as file:
@@ -150,7 +137,6 @@ def read_responses(path: Path) -> Iterator[Response]:
 
 
 def _response(where: str, line: bytes) -> Response:
-    """Return the answer that a line holds."""
     row = parse_json(line, where)
     try:
         response = Response(**{name: row[name] for name in FIELDS if name in row})
@@ -169,9 +155,14 @@ def _response(where: str, line: bytes) -> Response:
 
 def end_tokens(model: PreTrainedModel) -> set[int]:
     """Return the end-of-sequence tokens of a model."""
-    config: Any = model.generation_config
-    ends = config.eos_token_id
+    ends: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
     return set(ends) if isinstance(ends, list) else {ends} - {None}
+
+
+def until_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """Return the tokens up to and including the first end-of-sequence token."""
+    length = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: length + 1]
 
 
 def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[int]) -> Tensor:
@@ -193,8 +184,7 @@ def answer_vocabulary(
 ) -> Tensor | None:
     """Return (R,) int64, the end tokens and the most frequent tokens of the answers.
 
-    If the answers have fewer than `size` different tokens, those of the prompts are added. None for
-    no limit.
+    Tokens of the prompts are added if the answers have fewer than `size`. None for no limit.
     """
     if size is None:
         return None
@@ -229,8 +219,4 @@ def _answer(
             spec_strategy="none",
             assistant=recorder,
         )
-    answers = []
-    for row in output[:, rows.shape[1] :].tolist():
-        end = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
-        answers.append(row[: end + 1])
-    return answers
+    return [until_end(row, ends) for row in output[:, rows.shape[1] :].tolist()]

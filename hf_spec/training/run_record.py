@@ -1,7 +1,4 @@
-"""`run.json` beside a checkpoint: command, settings and environment of every start.
-
-A training that resumes from its checkpoint adds an entry and keeps the earlier ones.
-"""
+"""`run.json` beside a checkpoint: command, settings and environment of every start."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def with_options(options: Mapping[str, Any]) -> Iterator[None]:
 def record_start(
     folder: Path, settings: Mapping[str, Any], step: int, device: torch.device
 ) -> None:
-    """Add this start, after `step` steps, to the run record beside a checkpoint."""
+    """Add this start, after `step` steps, to those in the run record beside a checkpoint."""
     path = folder / RUN
     starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if path.exists() else []
     starts.append(

@@ -72,11 +72,8 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
         epochs: epoch -> its micro-batches in order, the same on every call.
         settings: rates, lengths and seed.
         folder: gets `metrics.jsonl` (one JSON object per line), `run.json` and the checkpoint.
-        evaluate: returns figures on the held-out set.
+        evaluate: returns figures on the held-out set; the last ones are returned.
         facts: what a checkpoint must agree with besides `settings`.
-
-    Returns:
-        The figures of the trained parameters.
 
     Raises:
         OptionError: if the checkpoint comes from a run with other settings.
@@ -100,8 +97,7 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
         for batches in map(epochs, range(settings.epochs))
         for start in range(0, len(batches), settings.accumulate)
     ]
-    num_steps = len(steps)
-    main = accelerator.is_main_process
+    num_steps, main = len(steps), accelerator.is_main_process
     if main:
         _cut_metrics(folder / METRICS, done)
     if main and done < num_steps:
@@ -149,7 +145,6 @@ def save_trained(folder: Path, adapter: SpecAdapter) -> SpecAdapter:
 
 
 def _check_whole(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise `UnsupportedError` if processes would shard the trained weights."""
     sharing = [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM]
     # On a CPU accelerate ignores the options of its launcher.
     requested = [kind for kind in sharing if parse_flag_from_env(f"ACCELERATE_USE_{kind.value}")]
@@ -217,15 +212,11 @@ def micro_batches(
     def epochs(epoch: int) -> list[MicroBatch[Item]]:
         batches = shuffled_batches(lengths, settings.batch_tokens, settings.seed, epoch)
         first = (settings.seed * 1009 + epoch) * 1_000_003
-        return [
-            MicroBatch(
-                [items[item] for item in batch],
-                epoch,
-                first + index,
-                (epoch + index / len(batches)) / settings.epochs,
-            )
-            for index, batch in enumerate(batches)
-        ]
+        micro = []
+        for index, batch in enumerate(batches):
+            done = (epoch + index / len(batches)) / settings.epochs
+            micro.append(MicroBatch([items[i] for i in batch], epoch, first + index, done))
+        return micro
 
     return epochs
 
@@ -254,11 +245,7 @@ def _save(
 
 
 def _load(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: Any, run: Any) -> int:
-    """Resume from a checkpoint, if there is one, and return the number of its steps.
-
-    Raises:
-        OptionError: if it is damaged, or of a run with other settings.
-    """
+    """Resume from a checkpoint, if there is one, and return the number of its steps."""
     path = folder / CHECKPOINT
     if not path.exists():
         return 0

@@ -55,9 +55,8 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts, without_benchmark_overlap
-    from hf_spec.training.features import LAST, features_of, fused_layers
+    from hf_spec.training.features import LAST, FeatureRecorder, features_of, fused_layers
     from hf_spec.training.job import data_folder
-    from hf_spec.training.recorded import FeatureRecorder
     from hf_spec.training.responses import generate_responses
 
     options.check_out(out, prompts)
