@@ -2,8 +2,7 @@
 
 Continuations are divided into *cells*: every continuation of the given length that is likely enough
 to be expected several times, and for each prefix of one a cell for all others. Pearson's chi-square
-compares observed counts with exact probabilities. Its power against a bias p' is that of the
-noncentral distribution with noncentrality n * sum((p' - p)**2 / p).
+compares observed counts with exact probabilities.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Chi-square of counts against expected counts, with `cells - 1` degrees of freedom.
-
-    `impossible` counts draws of probability 0.
-    """
+    """Chi-square with `cells - 1` degrees of freedom; `impossible` draws had probability 0."""
 
     draws: int
     cells: int

@@ -54,10 +54,8 @@ def calibrate_disco(  # noqa: PLR0913 - model, prompts, settings
     """Measure the grid and write the best threshold and length into the adapter in `folder`.
 
     `prompts` are for validation; `draft` defaults to the draft model named in the adapter.
-    `progress` is called after every timed run.
-
-    Returns:
-        The written adapter; `options["calibration"]` has the table.
+    `progress` is called after every timed run. `options["calibration"]` of the returned adapter has
+    the table.
 
     Raises:
         OptionError: if there are no prompts, or some belong to the benchmarks.
@@ -126,12 +124,9 @@ def tabulate(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ForwardCounts:
-    """Forward passes of a generation and their time.
+    """Verifications and drafted levels of a generation, and their time.
 
-    Attributes:
-        kind: kind of drafting; all levels of a kind, with the length decision, cost the same.
-        target_forwards, target_seconds: verifications.
-        draft_forwards, draft_seconds: drafted levels.
+    All levels of a `kind` of drafting, with the length decision, cost the same.
     """
 
     kind: str
@@ -144,8 +139,7 @@ class ForwardCounts:
 def seconds_at_median_cost(generations: Sequence[ForwardCounts]) -> list[float]:
     """Return the seconds of each generation if every forward pass took the median of its kind.
 
-    Seconds vary on a shared machine; the number of forward passes is exact, and the median over all
-    generations is stable.
+    Seconds vary on a shared machine; these counts are exact, and the median is stable.
     """
     verify = median(g.target_seconds / g.target_forwards for g in generations)
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -167,12 +161,12 @@ def compare_by_forwards(
     """
     generations = []
     for record in records:
-        stats, kind = record.stats, kinds.get(record.contender, "")
+        stats, num_forwards = record.stats, record.target_forwards
         assert stats is not None
-        assert record.target_forwards is not None
-        target = record.target_forwards, stats.verify_seconds
+        assert num_forwards is not None
         draft = stats.draft_forwards, stats.draft_seconds
-        generations.append(ForwardCounts(kind, *target, *draft))
+        kind = kinds.get(record.contender, "")
+        generations.append(ForwardCounts(kind, num_forwards, stats.verify_seconds, *draft))
     by_name: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record, cost in zip(records, seconds_at_median_cost(generations), strict=True):
         by_name[record.contender][record.prompt].append(cost)

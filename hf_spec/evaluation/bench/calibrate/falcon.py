@@ -25,15 +25,11 @@ from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.common.errors import OptionError
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
-from hf_spec.drafting import rank_tree
 from hf_spec.drafting.cost_model.cost_curves import interpolate
+from hf_spec.drafting.rank_tree import Path as TreePath
 from hf_spec.drafting.rank_tree import RankTree, best_tree
-from hf_spec.evaluation.bench.calibrate.falcon_rounds import (
-    best_choice,
-    candidates,
-    generate_greedily,
-    record_rounds,
-)
+from hf_spec.evaluation.bench.calibrate.falcon_rounds import best_choice, candidates, record_rounds
+from hf_spec.evaluation.bench.contenders import speculative
 from hf_spec.evaluation.bench.settings import TreeSettings
 from hf_spec.methods.falcon.drafter import FalconConfig
 from hf_spec.methods.falcon.head import METHOD, FalconHead
@@ -53,14 +49,11 @@ def calibrate_falcon(
     settings: TreeSettings,
     progress: Callable[[], None] = lambda: None,
 ) -> SpecAdapter:
-    """Write the fastest tree on this machine into the adapter in `folder`.
+    """Write the fastest tree on this machine into the adapter in `folder`, and return it.
 
     `responses` are answers of the target that are not in the training set of the head. `progress`
-    is called after every answer, every timed run and every tree.
-
-    Returns:
-        The written adapter: `options["tree"]` is the tree, `options["max_nodes"]` the number of
-        nodes sent, `options["calibration"]` the measurements.
+    is called after every answer, every timed run and every tree. The options of the adapter get
+    "tree", "max_nodes" (the number of nodes sent), and "calibration" (the measurements).
 
     Raises:
         OptionError: if no answer is long enough, an answer belongs to a benchmark prompt, or no
@@ -129,11 +122,8 @@ def true_ranks(
 ) -> torch.Tensor:
     """Return (drafts, depth) ranks of the true tokens, for drafts from every position of an answer.
 
-    The first draft starts after the first token of an answer, which the prefill yields. The last
-    draft starts one full depth before the end.
-
-    Raises:
-        OptionError: if no answer is longer than a draft.
+    The first draft starts after the first token of an answer, which the prefill yields, and the
+    last one full depth before the end. Raises `OptionError` if no answer is longer than a draft.
     """
     ranks = []
     for response in responses:
@@ -150,9 +140,9 @@ def true_ranks(
     return torch.cat(ranks)
 
 
-def accepted_paths(ranks: torch.Tensor, num_ranks: int) -> dict[rank_tree.Path, float]:
+def accepted_paths(ranks: torch.Tensor, num_ranks: int) -> dict[TreePath, float]:
     """Return path -> share of drafts whose true tokens have these ranks."""
-    counts: Counter[rank_tree.Path] = Counter()
+    counts: Counter[TreePath] = Counter()
     for row in ranks.tolist():
         length = next((i for i, rank in enumerate(row) if not 0 <= rank < num_ranks), len(row))
         counts.update(tuple(row[:depth]) for depth in range(1, length + 1))
@@ -203,14 +193,16 @@ def time_rounds(
     bushes = {count: bush(count, min(size, settings.depth)) for count in counts}
     most = -(-settings.depth // size)
     chains = {n: RankTree.chain(min(n * size, settings.depth)) for n in range(1, most + 1)}
-    text = prompt[-PROMPT_TOKENS:]
+    ids = torch.tensor([prompt[-PROMPT_TOKENS:]])
     verify: dict[int, list[float]] = {count: [] for count in bushes}
     draft: dict[int, list[float]] = {count: [] for count in chains}
     for repeat in range(settings.repeats + 1):
         for table, trees in ((verify, bushes), (draft, chains)):
             for key, tree in trees.items():
                 method = {"spec_strategy": FalconConfig(tree=tree.paths), "assistant": head}
-                stats = generate_greedily(model, text, settings.new_tokens, **method)
+                mask, new_tokens = torch.ones_like(ids), settings.new_tokens
+                stats = speculative(model, ids, new_tokens, mask, **method).stats
+                assert stats is not None, "our strategies return statistics"
                 if table is verify:
                     seconds = (stats.verify_seconds + stats.other_seconds) / stats.target_forwards
                 else:  # The prefill has no draft.

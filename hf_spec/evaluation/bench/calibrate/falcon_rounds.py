@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.common.outputs import SpecStats
 from hf_spec.drafting.rank_tree import Path, RankTree, likeliest_paths
 from hf_spec.engine.forward.draft_tree import Verdict, by_likelihood
-from hf_spec.evaluation.bench.contenders import speculative
 from hf_spec.evaluation.trace import rounds as trace
 from hf_spec.methods.falcon.drafter import FalconConfig
 from hf_spec.methods.falcon.head import FalconHead
@@ -27,11 +24,9 @@ from hf_spec.training.responses import Response
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds that sent a whole tree.
+    """Rounds that sent a whole tree, whose drafting took `draft_seconds` on average.
 
-    Attributes:
-        ranks: per round the likelihood rank of each accepted node, ascending.
-        draft_seconds: mean time of drafting the tree.
+    `ranks` has per round the likelihood rank of each accepted node, ascending.
     """
 
     tree: RankTree
@@ -62,16 +57,6 @@ class Choice:
             "tau": round(self.tau, 3),
             "tokens_per_second": round(self.tokens_per_second, 2),
         }
-
-
-def generate_greedily(
-    model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, **method: Any
-) -> SpecStats:
-    """Return the statistics of a greedy generation with the strategy in `method`."""
-    ids = torch.tensor([prompt])
-    stats = speculative(model, ids, new_tokens, torch.ones_like(ids), **method).stats
-    assert stats is not None, "our strategies return statistics"
-    return stats
 
 
 def record_rounds(
