@@ -39,7 +39,8 @@ class Run:
         return self.sequences[0]
 
 
-# (ids, new_tokens, mask=None): generates from (B, L) ids, left-padded where the (B, L) mask is 0.
+# (ids, new_tokens, mask=None): generates at most `new_tokens` tokens per row from (B, L) ids,
+# left-padded where the (B, L) mask is 0.
 Generate = Callable[..., Run]
 
 
@@ -48,7 +49,6 @@ class Contender:
     """Named way to generate.
 
     Attributes:
-        run: generates at most `new_tokens` tokens per row.
         prepare: untimed call with the arguments of `run` before its first run. Returns the number
             of target forwards if counting them needs a call of its own.
         batches: supports more than one row.
@@ -76,12 +76,11 @@ class BaselineOutputs:
         mask = torch.ones_like(ids) if mask is None else mask
         outputs = []
         for row, visible in zip(ids, mask.bool(), strict=True):
-            prompt = row[visible]
-            key = tuple(prompt.tolist()), new_tokens
+            prompt = row[visible][None]
+            key = tuple(prompt[0].tolist()), new_tokens
             if key not in self._outputs:
-                batch = prompt[None]
-                run = self._contender.run(batch, new_tokens, torch.ones_like(batch))
-                self._outputs[key] = run.sequence[len(prompt) :].tolist()
+                run = self._contender.run(prompt, new_tokens, torch.ones_like(prompt))
+                self._outputs[key] = run.sequence[prompt.shape[1] :].tolist()
             outputs.append(self._outputs[key])
         return outputs
 
@@ -94,8 +93,7 @@ def plain(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
 def compiled(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
     """Return `generate()` with a static cache and transformers' compiled forward pass.
 
-    Raises:
-        UnsupportedError: if this model cannot be compiled here.
+    Raises `UnsupportedError` if this model cannot be compiled here.
     """
     config = CompileConfig()
     # transformers compiles on a GPU by default; a CPU needs this switch.
@@ -191,10 +189,7 @@ def speculative(
     settings: Settings = GREEDY,
     **method: Any,
 ) -> Run:
-    """Generate once in our engine; see `Generate`.
-
-    `method` are the arguments of `generate()` that select the engine.
-    """
+    """Generate once with the arguments in `method`, which select our engine; see `Generate`."""
     options = {**settings, **method, "return_dict_in_generate": True}
     output = _generate(model, ids, new_tokens, mask, **options)
     return Run(output.sequences, output.spec_stats.target_forwards, output.spec_stats)

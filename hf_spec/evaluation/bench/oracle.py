@@ -3,9 +3,8 @@
 - *Oracle*: a draft model drafts until its first mismatch, the upper bound of every length policy
   with this model (Mamou et al. 2024, arXiv 2405.04304, section 3).
 - *Synthetic*: each draft is a chain of the next tokens of plain greedy `generate()`, each replaced
-  by a wrong token with probability 1 - p. It measures everything except drafting: forward passes
-  over the draft, verification, and the KV cache. Its speed is an upper bound for a drafter with
-  this acceptance, whose drafting time comes on top; every report must state that.
+  by a wrong token with probability 1 - p. It measures everything except drafting. Its speed is an
+  upper bound for a drafter with this acceptance; every report must state that.
 
 No config selects them. The output is the target's own.
 """
@@ -40,10 +39,7 @@ from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 
 
 def _contender(model: Any, make_drafter: Callable[[Outputs], Drafter], name: str) -> Contender:
-    """Return a contender whose drafter is made from the baseline's outputs in every generation.
-
-    `prepare` records them untimed when a prompt is new.
-    """
+    """Return a contender whose drafter is made from the baseline's outputs in every generation."""
     baseline = BaselineOutputs(plain(model))
 
     def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
@@ -51,6 +47,7 @@ def _contender(model: Any, make_drafter: Callable[[Outputs], Drafter], name: str
         return speculative(model, ids, new_tokens, mask, custom_generate=decode)
 
     def prepare(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> None:
+        # Records the outputs of new prompts untimed.
         baseline(ids, new_tokens, mask)
 
     return Contender(name, run, prepare, ours=True)
@@ -82,10 +79,8 @@ class SyntheticDrafter(Drafter):
     """Chains of `length` correct tokens, each left unchanged with probability `acceptance`."""
 
     def __init__(self, outputs: Outputs, acceptance: float, length: int, vocab_size: int):
-        self.outputs = outputs
-        self.acceptance = acceptance
-        self.length = length
-        self.vocab_size = vocab_size
+        self.outputs, self.acceptance = outputs, acceptance
+        self.length, self.vocab_size = length, vocab_size
 
     def start(self, state: GenerationState) -> None:
         """Seed by the outputs, so that every repetition has the same errors."""

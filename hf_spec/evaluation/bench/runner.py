@@ -13,6 +13,7 @@ from hf_spec.common.outputs import SpecStats
 from hf_spec.common.prompts import Batch, Prompt, make_batches
 from hf_spec.evaluation.bench.contenders import BaselineOutputs, Contender, Run
 from hf_spec.evaluation.bench.timing import peak_bytes, reset_peak, timed
+from hf_spec.training.responses import until_end
 
 CPU = torch.device("cpu")
 WARM_UP_TOKENS = 16
@@ -52,8 +53,6 @@ class Record:
         target_forwards: None if they cannot be counted.
         identical: True if every output equals the reference; None if outputs are sampled.
         stats: statistics of our strategies, None for other contenders.
-        rows: the single outputs.
-        peak_bytes: see `hf_spec.evaluation.bench.timing`.
     """
 
     prompt: str
@@ -93,10 +92,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Plan:
-    """Extent of a measurement.
+    """Extent of a measurement with at most `new_tokens` per row.
 
     Attributes:
-        new_tokens: maximum number of generated tokens per row.
         repeats: timed repetitions; the order of the contenders rotates between them.
         seed: seed of sampled outputs, which are not compared; None for greedy ones.
         ends: end-of-sequence tokens; padding follows them.
@@ -118,15 +116,12 @@ def time_contenders(
     plan: Plan,
     progress: Callable[[], object] = lambda: None,
 ) -> Iterator[list[Record]]:
-    """Time every contender on every batch of prompts.
+    """Time every contender on every batch; yield one record per contender and repetition.
 
     The first contender, plain `generate()`, is the reference. Outputs are compared with its output
     in the same repetition, or, for several rows, with its output for each prompt alone. An untimed
     warm-up on the widest batch compiles layers on a CPU. `progress` is called after every
     generation.
-
-    Yields:
-        For each batch one record per contender and repetition.
     """
     batches = make_batches(prompts, tokenizer, plan.batch_size)
     widest = max(batches, key=lambda batch: batch.ids.shape[1])
@@ -138,7 +133,7 @@ def time_contenders(
         call = batch.ids, plan.new_tokens, batch.mask
         counts = {c.name: c.prepare(*call) for c in contenders if c.prepare is not None}
         compared = plan.batch_size > 1 and not sampled
-        single = _until_end(baseline(*call), plan.ends) if compared else None
+        single = [until_end(row, plan.ends) for row in baseline(*call)] if compared else None
         records: list[Record] = []
         for repeat in range(plan.repeats):
             runs = _in_turn(contenders, repeat, batch, plan, progress)
@@ -168,8 +163,6 @@ def time_contenders(
 
 @dataclass(frozen=True)
 class _Timed:
-    """A run with the new tokens of each row, its time and its peak memory."""
-
     run: Run
     outputs: list[list[int]]
     seconds: float
@@ -195,13 +188,8 @@ def _in_turn(
             torch.manual_seed(plan.seed + repeat)
         reset_peak(plan.device)
         run, seconds = timed(partial(contender.run, batch.ids, plan.new_tokens, batch.mask))
-        outputs = _until_end(run.sequences[:, batch.ids.shape[1] :].tolist(), plan.ends)
+        rows = run.sequences[:, batch.ids.shape[1] :].tolist()
+        outputs = [until_end(row, plan.ends) for row in rows]
         runs[contender.name] = _Timed(run, outputs, seconds, peak_bytes(plan.device))
         progress()
     return runs
-
-
-def _until_end(rows: list[list[int]], ends: frozenset[int]) -> list[list[int]]:
-    """Return the tokens of each row up to and including its end-of-sequence token."""
-    lengths = (next((i for i, t in enumerate(row) if t in ends), len(row)) for row in rows)
-    return [row[: length + 1] for row, length in zip(rows, lengths, strict=True)]

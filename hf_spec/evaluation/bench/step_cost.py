@@ -23,13 +23,10 @@ def measure_step_cost(
 ) -> dict[str, dict[int, list[float]]]:
     """Time forward passes over trees of several sizes, root included, after the same context.
 
-    Each of the `repeats` runs every form and size once, interleaved.
-
-    Returns:
-        form -> node count -> seconds of each repetition. The form "transformers" runs the same
-        number of tokens after a `DynamicCache`, like `generate()` and its assisted decoding. "off"
-        and "auto" are our tree forward pass without and with packed weights (`set_cpu_packing`);
-        on devices other than a CPU there is only "auto".
+    Each of the `repeats` runs every form and size once, interleaved. Returns form -> node count ->
+    seconds of each repetition. The form "transformers" runs the same number of tokens after a
+    `DynamicCache`, like `generate()` and its assisted decoding. "off" and "auto" are our tree
+    forward pass without and with packed weights; devices other than a CPU have only "auto".
     """
     modes = ("off", "auto") if model.device.type == "cpu" else ("auto",)
     seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))

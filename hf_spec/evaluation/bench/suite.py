@@ -51,9 +51,8 @@ PROFILED_BATCHES = 6
 class Results:
     """Measurements so far, with facts about the setup.
 
-    Attributes:
-        profiles: seconds by part of a step, one entry per batch size and contender.
-        step_cost: result of `measure_step_cost`.
+    `profiles` has the seconds by part of a step, one entry per batch size and contender;
+    `step_cost` is the result of `measure_step_cost`.
     """
 
     facts: dict[str, Any]
@@ -114,10 +113,9 @@ class Benchmark:
         )
 
     def run(self, progress: Callable[[], object] = lambda: None) -> Iterator[Results]:
-        """Run all measurements; `progress` is called after every timed generation.
+        """Run all measurements; yield the same `Results` object after every batch.
 
-        Yields:
-            The same `Results` object after every batch.
+        `progress` is called after every timed generation.
         """
         suite = self.suite
         results = Results(
@@ -129,9 +127,9 @@ class Benchmark:
                 "environment": environment(self.model.device),
             }
         )
+        seed = suite.seed if suite.sample else None
+        ends, device = frozenset(end_tokens(self.model)), self.model.device
         for size in sorted(set(suite.batch_sizes)):
-            seed = suite.seed if suite.sample else None
-            ends, device = frozenset(end_tokens(self.model)), self.model.device
             plan = Plan(suite.new_tokens, suite.repeats, size, seed, ends, device)
             contenders = self._of_size(size)
             for newest in time_contenders(contenders, self.prompts, self.tokenizer, plan, progress):
@@ -194,8 +192,7 @@ def make_contenders(
 ) -> list[Contender]:
     """Return plain `generate()`, other implementations, then our strategies.
 
-    Raises:
-        SpecError: if an assistant cannot be used, two names are equal, or compilation fails.
+    Raises `SpecError` if an assistant cannot be used, two names are equal, or compilation fails.
     """
     check_model(model)
     # An unsuitable adapter raises here, before the first measurement.
@@ -204,17 +201,7 @@ def make_contenders(
     if suite.compiled:
         contenders.append(compiled(model, settings))
     if suite.baselines:
-        lengths = suite.match_length, suite.copy_length
-        names = ("max_matching_ngram_size", "prompt_lookup_num_tokens")
-        others: dict[str, Any] = {"transformers lookup": dict(zip(names, lengths, strict=True))}
-        for name, draft in _draft_models(model, ours).items():
-            others[name] = {"assistant_model": draft}
-        contenders += [
-            transformers(name, model, {**settings, **options}, batches=False)
-            for name, options in others.items()
-        ]
-        economize = None if suite.sample else economize_lookup(model, *lengths)
-        contenders += [] if economize is None else [economize]
+        contenders += _other_implementations(model, ours, suite, settings)
     contenders += [
         strategy(model, config, assistant, name, settings) for name, config, assistant in ours
     ]
@@ -229,9 +216,16 @@ def make_contenders(
     return contenders
 
 
-def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str, PreTrainedModel]:
-    """Return the draft models that transformers supports too, by name of their baseline."""
-    drafts: dict[int, PreTrainedModel] = {}
+def _other_implementations(
+    model: PreTrainedModel, entries: Sequence[Entry], suite: Suite, settings: Settings
+) -> list[Contender]:
+    """Return the lookups of others, and transformers' assisted decoding with our draft models."""
+    options = {
+        "max_matching_ngram_size": suite.match_length,
+        "prompt_lookup_num_tokens": suite.copy_length,
+    }
+    lookup = transformers("transformers lookup", model, {**settings, **options}, batches=False)
+    contenders, drafts = [lookup], dict[int, PreTrainedModel]()
     for _, config, assistant in entries:
         # Assisted decoding of transformers supports only draft models.
         if config.adapter_methods == (DRAFT,):
@@ -239,7 +233,11 @@ def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str,
             # For another vocabulary it needs both tokenizers and goes through text.
             if num_embeddings(draft) == num_embeddings(model):
                 drafts.setdefault(id(draft), draft)
-    return {
-        "transformers assistant" + (f" {number}" if number > 1 else ""): draft
-        for number, draft in enumerate(drafts.values(), start=1)
-    }
+    for number, draft in enumerate(drafts.values(), start=1):
+        name = "transformers assistant" + (f" {number}" if number > 1 else "")
+        assisted = {**settings, "assistant_model": draft}
+        contenders.append(transformers(name, model, assisted, batches=False))
+    if not suite.sample:
+        economize = economize_lookup(model, suite.match_length, suite.copy_length)
+        contenders += [] if economize is None else [economize]
+    return contenders

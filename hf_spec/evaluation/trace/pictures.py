@@ -157,10 +157,8 @@ def token_graph(
 def padding(batching: str, nodes: Sequence[int], gains: Sequence[Sequence[int]]) -> Canvas:
     """Draw the padding of a batch in red: inputs of one step, KV cache after several.
 
-    Args:
-        batching: key of `BATCHING`.
-        nodes: per row the tokens that pass through the linear layers in a step.
-        gains: per step and row the tokens added to the sequence.
+    `batching` is a key of `BATCHING`. `nodes` has per row the tokens that pass through the linear
+    layers in a step, `gains` per step and row the tokens added to the sequence.
     """
     mode = BATCHING[batching]
     stored = [_line(row, [step[row] for step in gains]) for row in range(len(nodes))]
