@@ -57,13 +57,10 @@ FINGERPRINT_TOLERANCE = 2.0**-5
 
 @dataclass(frozen=True)
 class AdapterMethod:
-    """A method with a trained part; the module of that part registers it.
+    """A method with a trained part, by its name in configs; the module of that part registers it.
 
-    Attributes:
-        name: name in adapter configs.
-        strategy: default strategy of its adapters.
-        title: title of model cards, with {} for the base.
-        build: builds the module that drafts from a `SpecAdapter` and the target.
+    `strategy` is the default of its adapters, `title` that of model cards, with {} for the base.
+    `build` makes the module that drafts from a `SpecAdapter` and the target.
     """
 
     name: str
@@ -91,10 +88,8 @@ def known_methods() -> list[str]:
 class BaseModel:
     """Identity of the model that an adapter was trained for.
 
-    Attributes:
-        name: Hub id or, if there is none, folder name, for messages and model cards.
-        hidden_size, num_layers, vocab_size: sizes of its text model.
-        fingerprint: sample of its embedding weights.
+    `name` is a Hub id or, if there is none, a folder name, for messages and model cards. The sizes
+    are those of its text model, `fingerprint` is a sample of its embedding weights.
     """
 
     name: str
@@ -105,11 +100,7 @@ class BaseModel:
 
     @classmethod
     def read(cls, values: Any, path: Path) -> BaseModel:
-        """Return the identity that the config at `path` holds as `values`.
-
-        Raises:
-            AssistantError: if values are missing or of the wrong kind.
-        """
+        """Return the identity in `values` of the config at `path`; raise if it is invalid."""
         try:
             base = cls(**{**values, "fingerprint": tuple(values["fingerprint"])})
         except (KeyError, TypeError) as error:
@@ -226,17 +217,11 @@ def save_adapter(folder: str | os.PathLike[str], adapter: Adapter) -> None:
         "options": adapter.options,
         "base": asdict(adapter.base),
     }
-    write_custom_generate(folder)
+    (folder / FOLDER).mkdir(exist_ok=True)
+    for name, text in FILES.items():
+        with atomic_write(folder / FOLDER / name) as part:
+            part.write_text(text, encoding="utf-8")
     with atomic_write(folder / WEIGHTS_NAME) as part:
         save_file(tensors, part, metadata={"format": "pt"})
     with atomic_write(folder / CONFIG_NAME) as part:
         part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def write_custom_generate(folder: Path) -> None:
-    """Write `FILES` to an adapter's `folder`."""
-    target = folder / FOLDER
-    target.mkdir(exist_ok=True)
-    for name, text in FILES.items():
-        with atomic_write(target / name) as part:
-            part.write_text(text, encoding="utf-8")

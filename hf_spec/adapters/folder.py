@@ -71,17 +71,9 @@ class SpecAdapter(Adapter):
     ) -> str:
         """Push it to the Hub, with the card and the license of its folder, or a new card.
 
-        Args:
-            repo_id: "owner/name"; created if it is missing.
-            private: create a private repository.
-            token: None for the stored token.
-            revision: branch, created if it is missing; None for the main branch.
-
-        Returns:
-            The URL of the commit.
-
-        Raises:
-            AssistantError: if the Hub cannot be reached, or rejects it.
+        The repository `repo_id`, "owner/name", and the branch `revision` are created if they are
+        missing. None is the main branch, and the stored token. Returns the URL of the commit.
+        Raises `AssistantError` if the Hub cannot be reached, or rejects it.
         """
         place = Place(repo_id, revision, token)
         place.check()

@@ -46,8 +46,7 @@ def quantize(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
 def dequantize(tensors: Mapping[str, Tensor], source: object) -> tuple[dict[str, Tensor], int]:
     """Return the tensors with quantized matrices in float32, and the least number of bits.
 
-    Raises:
-        AssistantError: if scales are missing or do not fit; names `source`.
+    Scales that are missing or do not fit raise `AssistantError`, which names `source`.
     """
     plain = dict(tensors)
     least = BITS[0]

@@ -8,7 +8,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from hf_spec.common.outputs import SpecStats
-from hf_spec.evaluation.bench.runner import Record
+from hf_spec.evaluation.bench.runner import Record, Row
 
 ALL = "all"
 # The engine without drafting.
@@ -104,16 +104,16 @@ def spread_of(group: Sequence[Record], figure: str) -> Summary:
 
 def _identical(group: Sequence[Record]) -> dict[str, tuple[int, int]] | None:
     """Return task -> (outputs identical in every repetition, all outputs); None if sampled."""
-    outputs: dict[tuple[str, int, str], list[bool | None]] = defaultdict(list)
+    outputs: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for record in group:
         for index, row in enumerate(record.rows):
-            outputs[record.prompt, index, row.task].append(row.identical)
-    if any(None in identical for identical in outputs.values()):
+            outputs[record.prompt, index].append(row)
+    if any(row.identical is None for rows in outputs.values() for row in rows):
         return None
     counts: dict[str, tuple[int, int]] = {}
-    for (*_, task), identical in outputs.items():
-        same, number = counts.get(task, (0, 0))
-        counts[task] = same + all(identical), number + 1
+    for rows in outputs.values():
+        same, number = counts.get(rows[0].task, (0, 0))
+        counts[rows[0].task] = same + all(row.identical for row in rows), number + 1
     return counts
 
 
