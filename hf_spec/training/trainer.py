@@ -7,10 +7,16 @@ numbers are seeded by the step, so a resumed run equals an uninterrupted one.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import shlex
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,13 +26,14 @@ from accelerate.utils import DistributedType, parse_flag_from_env
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.common.files import atomic_write
+from hf_spec.common.machine import environment, has_bfloat16
 from hf_spec.training.answers import LEARNED_FROM, agrees, read_metadata
-from hf_spec.training.run_record import record_start
 from hf_spec.training.settings import TrainSettings
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -274,3 +281,56 @@ def _load(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: Any, 
         parameter.data.copy_(states[name].pop("value"))
         optimizer.state[parameter] = states[name]
     return step
+
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def mixed_precision(model: PreTrainedModel) -> torch.autocast:
+    """Return autocast to bfloat16, disabled for float32 models on CPUs without bfloat16.
+
+    Those CPUs emulate bfloat16 matmuls, which is several times slower than float32.
+    """
+    # Half-precision models need autocast to combine weights and states of different dtypes.
+    enabled = model.device.type != "cpu" or model.dtype in HALF or has_bfloat16()
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)
+
+
+RUN = "run.json"
+
+# `environment` has the versions of torch, transformers and hf_spec.
+PACKAGES = ("accelerate", "huggingface_hub", "peft", "safetensors", "tokenizers")
+
+_options: ContextVar[Mapping[str, Any] | None] = ContextVar("options", default=None)
+
+
+@contextmanager
+def with_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Add `options`, all options of the command, to the run records of starts within."""
+    token = _options.set(options)
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
+def record_start(
+    folder: Path, settings: Mapping[str, Any], step: int, device: torch.device
+) -> None:
+    """Add this start, after `step` steps, to those in the run record beside a checkpoint."""
+    path = folder / RUN
+    starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if path.exists() else []
+    starts.append(
+        {
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": shlex.join(sys.argv),
+            "options": _options.get(),
+            "settings": settings,
+            "step": step,
+            "environment": environment(device),
+            "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        }
+    )
+    with atomic_write(path) as part:
+        # default=str writes paths as the user typed them.
+        part.write_text(json.dumps({"starts": starts}, indent=1, default=str), "utf-8")

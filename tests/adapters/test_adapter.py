@@ -27,7 +27,6 @@ from hf_spec.adapters.adapter import (
     known_methods,
     register_method,
     save_adapter,
-    write_custom_generate,
 )
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import load_adapter
@@ -152,10 +151,10 @@ class TestBase:
 
 
 def test_the_files_of_custom_generate_are_written_and_replaced(tmp_path: Path) -> None:
-    write_custom_generate(tmp_path)
+    save_adapter(tmp_path, sample("draft"))
     (tmp_path / "custom_generate/generate.py").write_text("changed")
     (tmp_path / "custom_generate/mine.txt").write_text("kept")
-    write_custom_generate(tmp_path)
+    save_adapter(tmp_path, sample("draft"))
     found = {path.name: path.read_text() for path in (tmp_path / "custom_generate").iterdir()}
     assert found == {**FILES, "mine.txt": "kept"}
 

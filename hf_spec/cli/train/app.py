@@ -1,6 +1,6 @@
 """`hf-spec train ...`: writing answers, and one command for every method that can be trained.
 
-A method describes its training in its `settings.py` (`hf_spec.training.description`); the module
+A method describes its training in its `settings.py` (`hf_spec.training.settings`); the module
 that trains is imported when the command runs.
 """
 
@@ -18,8 +18,7 @@ import typer
 from hf_spec.cli import options
 from hf_spec.cli.train import common
 from hf_spec.methods.trainings import known_trainings
-from hf_spec.training.description import Training
-from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
+from hf_spec.training.settings import BATCH_SIZE, ResponseSettings, Training
 
 train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies need.")
 

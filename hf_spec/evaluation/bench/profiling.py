@@ -21,7 +21,7 @@ from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.row_storage import RowStorage
 from hf_spec.engine.model_call import ModelCall
 from hf_spec.engine.runner import ModelRunner
-from hf_spec.evaluation.bench.timing import synchronize
+from hf_spec.evaluation.bench.runner import synchronize
 from hf_spec.methods.eagle.head import EagleHead
 from hf_spec.methods.falcon.head import FalconHead
 from hf_spec.methods.feature_pairs.runner import HeadRunner

@@ -13,7 +13,7 @@ from hf_spec.backend.cpu.packed_weights import set_cpu_packing
 from hf_spec.common.compat import cache_argument
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
-from hf_spec.evaluation.bench.timing import timed
+from hf_spec.evaluation.bench.runner import timed
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 

@@ -24,7 +24,7 @@ from hf_spec.evaluation.lossless.distribution import (
     detectable_share,
     divide,
 )
-from hf_spec.evaluation.lossless.settings import SamplingPlan
+from hf_spec.evaluation.settings import SamplingPlan
 from hf_spec.training.responses import end_tokens, until_end
 
 # Rows of one plain forward pass; limits the memory of its logits.

@@ -19,7 +19,7 @@ from hf_spec.evaluation.bench.contenders import plain, speculative, without_stor
 from hf_spec.evaluation.bench.entries import Entry
 from hf_spec.evaluation.lossless.mismatch import TIE, Difference, differences
 from hf_spec.evaluation.lossless.sampling import SamplingResult, check_sampling
-from hf_spec.evaluation.lossless.settings import VerificationPlan
+from hf_spec.evaluation.settings import VerificationPlan
 
 # Verdicts, worst first.
 VERDICTS = FAILED, UNPROVEN, PASSED = "failed", "unproven", "passed"

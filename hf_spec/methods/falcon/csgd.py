@@ -53,9 +53,8 @@ from transformers import PreTrainedModel
 from hf_spec.methods.falcon.head import FalconHead
 from hf_spec.methods.falcon.settings import CsgdSettings
 from hf_spec.training.features import LAST, Text, text_features
-from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import Response
-from hf_spec.training.trainer import MicroBatch
+from hf_spec.training.trainer import MicroBatch, mixed_precision
 
 NOISE_LENGTH = 512
 

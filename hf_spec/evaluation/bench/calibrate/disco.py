@@ -30,8 +30,8 @@ from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.contenders import strategy
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
-from hf_spec.evaluation.bench.settings import CalibrationSettings
 from hf_spec.evaluation.bench.summary import spread, spread_of
+from hf_spec.evaluation.settings import CalibrationSettings
 from hf_spec.methods.disco.classifier import METHOD
 from hf_spec.methods.disco.drafter import DiscoConfig, find_draft_model
 from hf_spec.methods.draft_model.config import DraftConfig
