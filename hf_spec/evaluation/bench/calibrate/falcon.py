@@ -29,8 +29,8 @@ from hf_spec.common.errors import OptionError
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
 from hf_spec.drafting.cost_model.cost_curves import interpolate
-from hf_spec.drafting.rank_tree import RankTree, best_tree, likeliest_paths
 from hf_spec.drafting.rank_tree import Path as TreePath
+from hf_spec.drafting.rank_tree import RankTree, best_tree, likeliest_paths
 from hf_spec.engine.forward.draft_tree import Verdict, by_likelihood
 from hf_spec.evaluation.bench.contenders import speculative
 from hf_spec.evaluation.settings import TreeSettings
