@@ -76,11 +76,6 @@ class PublishedHead:
         """Its registered family; an unsupported one raises `AssistantError`."""
         return family_record(self.family, self.name)
 
-    @property
-    def strategy(self) -> str:
-        """Default strategy."""
-        return self.record.strategy
-
 
 _FAMILIES: dict[str, PublishedFamily] = {}
 
@@ -106,9 +101,8 @@ def family_record(family: str, name: str) -> PublishedFamily:
 def recognize(config: Mapping[str, Any]) -> str | None:
     """Return the family of published drafters that a config.json describes; None if it is none.
 
-    Families are "eagle3", "peagle", "eagle", "dflash", "dspark", "mtp", "medusa", "mlp_speculator",
-    "gemma4_assistant", "pard", those of `UNSUPPORTED`, and `MTP_INSIDE`. A plain Llama of one layer
-    is "eagle"; only its tensors distinguish it from a model.
+    Unsupported families and `MTP_INSIDE` are returned too. A plain Llama of one layer is "eagle";
+    only its tensors distinguish it from a model.
     """
     architectures = config.get("architectures")
     names = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""

@@ -28,8 +28,6 @@ from hf_spec.serving.errors import RequestError, StoppedError
 from hf_spec.serving.scheduler import Scheduler
 from hf_spec.serving.settings import ServeSettings
 
-# Name of the strategy in a generation config.
-STORED = "spec_strategy"
 # Inputs of a text-only prompt.
 TEXT_INPUTS = {"input_ids", "attention_mask"}
 
@@ -59,12 +57,12 @@ class SpeculativeManager(GenerationState):
             if self._stopped:
                 raise StoppedError()
             if self._scheduler is None or self._scheduler.generation.model is not model:
-                self._end(2.0)
-                stored = getattr(model.generation_config, STORED, None)
-                strategy = self._strategy or stored or "auto"
+                self._release()
+                config: Any = model.generation_config
+                strategy = self._strategy or getattr(config, "spec_strategy", None) or "auto"
                 generation = OpenGeneration(model, strategy, self.assistant, processor)
                 # Requests start from this config; prompts that run alone read the strategy from it.
-                setattr(model.generation_config, STORED, generation.config)
+                config.spec_strategy = generation.config
                 settings = self.settings
                 self._scheduler = Scheduler(generation, settings.max_batch, settings.max_waiting)
             return self._scheduler
@@ -86,18 +84,18 @@ class SpeculativeManager(GenerationState):
     def close(self) -> None:
         """Fail running and waiting requests, and release the model."""
         with self._open_lock:
-            self._end(2.0)
+            self._release()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Fail running, waiting and all later requests."""
+        """Fail running, waiting and all later requests; the counters can still be read."""
         self._stopped = True
-        self._end(timeout, forget=False)
-
-    def _end(self, timeout: float, forget: bool = True) -> None:
         if self._scheduler is not None:
             self._scheduler.stop(timeout)
-            # Its counters are read after the server has stopped.
-            self._scheduler = None if forget else self._scheduler
+
+    def _release(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.stop()
+            self._scheduler = None
 
 
 class RequestGeneration(GenerateManager):
@@ -112,9 +110,7 @@ class RequestGeneration(GenerateManager):
         self._scheduler: Scheduler | None = None
         self._ready: Ready | None = None
 
-    def prepare(
-        self, model: PreTrainedModel, processor: Any, inputs: Any, config: GenerationConfig
-    ) -> None:
+    def prepare(self, model: Any, processor: Any, inputs: Any, config: GenerationConfig) -> None:
         """Check a request and prepare its processors and stop rules.
 
         Raises `SpecError` for an invalid or unsupported setting, and `ValueError` for one that
@@ -151,12 +147,7 @@ class RequestGeneration(GenerateManager):
         return queue, streamer
 
     async def generate_non_streaming(
-        self,
-        model: PreTrainedModel,
-        processor: Any,
-        inputs: Any,
-        gen_config: GenerationConfig,
-        request_id: str,
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, Any]:
         """Return the whole response: text, prompt length and new tokens."""
         prompt_len = inputs["input_ids"].shape[-1]
@@ -214,12 +205,10 @@ class _Streamer(DirectStreamer):
     _ended = False
 
     def follow(self, future: Future[Any]) -> None:
-        """End the stream when the future of the sequence ends."""
         self._future = future
         future.add_done_callback(self._finish)
 
     def cancel(self) -> None:
-        """Cancel the sequence, running or waiting."""
         if self._future is not None:
             self._future.cancel()
         super().cancel()
@@ -252,7 +241,7 @@ class _StopWhenCancelled(BaseStreamer):
             raise StoppedError()
 
     def end(self) -> None:
-        """Do nothing."""
+        pass
 
 
 @contextmanager

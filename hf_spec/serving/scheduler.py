@@ -41,12 +41,11 @@ class _Call:
     future: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:
-        if self.future.done():
-            return
-        try:
-            _set_outcome(self.future, self.work())
-        except Exception as error:  # noqa: BLE001 - raised by `future.result()`
-            _set_outcome(self.future, error=error)
+        if not self.future.done():
+            try:
+                _set_outcome(self.future, self.work())
+            except Exception as error:  # noqa: BLE001 - raised by `future.result()`
+                _set_outcome(self.future, error=error)
 
 
 def _set_outcome(future: Future[Any], result: Any = None, error: Exception | None = None) -> bool:
@@ -116,10 +115,7 @@ class Scheduler:
         return self._thread.is_alive()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Fail all requests with `StoppedError` and end the thread after its current step.
-
-        `timeout` is the number of seconds to wait for the thread.
-        """
+        """Fail all requests with `StoppedError`; wait `timeout` seconds for the current step."""
         with self._changed:
             self._stopping = True
             pending = [*self._waiting, *self._running.values()]
@@ -193,21 +189,18 @@ class Scheduler:
                 assert output is not None
                 self._finish(output)
         for sequence in self._dequeue(batch.num_free):
-            self._add(batch, sequence)
+            request = sequence.ready.request
+            try:
+                batch.add(request, sequence.ready.prepared)
+            except SpecError as error:
+                # For example a processor that cannot be copied.
+                with self._changed:
+                    del self._running[request.request_id]
+                self._resolve(sequence, error=error)
+            else:
+                prompt_tokens = self._finished.prompt_tokens + len(request.prompt)
+                self._finished = replace(self._finished, prompt_tokens=prompt_tokens)
         return batch.unfinished and not self._stopping
-
-    def _add(self, batch: OpenBatch, sequence: _Sequence) -> None:
-        ready = sequence.ready
-        try:
-            batch.add(ready.request, ready.prepared)
-        except SpecError as error:
-            # For example a processor that cannot be copied.
-            with self._changed:
-                del self._running[ready.request.request_id]
-            self._resolve(sequence, error=error)
-            return
-        prompt_tokens = self._finished.prompt_tokens + len(ready.request.prompt)
-        self._finished = replace(self._finished, prompt_tokens=prompt_tokens)
 
     def _dequeue(self, limit: int) -> list[_Sequence]:
         """Remove at most `limit` sequences from the head of the queue, up to the first call."""
