@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_spec import OptionError
-from hf_spec.training import precision
+from hf_spec.training import trainer
 from hf_spec.training.answers import target_facts
 from hf_spec.training.trainer import (
     CHECKPOINT,
@@ -277,7 +277,7 @@ def test_float32_models_wait_for_no_emulation(
     dtype: torch.dtype, able: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(build("llama")).to(dtype)
-    monkeypatch.setattr(precision, "has_bfloat16", lambda: able)
+    monkeypatch.setattr(trainer, "has_bfloat16", lambda: able)
     states = torch.randn(2, model.config.hidden_size)
     with torch.no_grad(), mixed_precision(model):
         if able or dtype == torch.bfloat16:

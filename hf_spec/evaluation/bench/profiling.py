@@ -11,7 +11,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hf_spec.engine.decode.drafter import Drafter
@@ -104,19 +104,15 @@ class _Clock:
 @contextmanager
 def profiled() -> Iterator[dict[str, float]]:
     """Yield seconds by part of `PARTS`; complete when the block ends."""
-    replaced: list[tuple[type, str, Any]] = []
     clock = _Clock()
-    try:
+    with ExitStack() as originals:
         for base, name, part in _SEAMS:
             for owner in _with_subclasses(base):
-                if name in vars(owner):
-                    replaced.append((owner, name, vars(owner)[name]))
-                    setattr(owner, name, clock.timed(vars(owner)[name], part))
+                if (method := vars(owner).get(name)) is not None:
+                    originals.callback(setattr, owner, name, method)
+                    setattr(owner, name, clock.timed(method, part))
         yield clock.seconds
         clock.charge()
-    finally:
-        for owner, name, original in reversed(replaced):
-            setattr(owner, name, original)
 
 
 def _with_subclasses(base: type[Any]) -> Iterator[type]:

@@ -150,14 +150,14 @@ def time_contenders(
                     name,
                     repeat,
                     run.seconds,
-                    reference.seconds * run.new_tokens / reference.new_tokens,
-                    run.new_tokens,
-                    counts.get(name) or run.run.target_forwards,
-                    None if sampled else all(equal),
-                    run.run.stats,
-                    plan.batch_size,
-                    tuple(Row(prompt.id, prompt.task, same) for prompt, same in by_prompt),
-                    run.peak_bytes,
+                    plain_seconds=reference.seconds * run.new_tokens / reference.new_tokens,
+                    new_tokens=run.new_tokens,
+                    target_forwards=counts.get(name) or run.run.target_forwards,
+                    identical=None if sampled else all(equal),
+                    stats=run.run.stats,
+                    batch_size=plan.batch_size,
+                    rows=tuple(Row(prompt.id, prompt.task, same) for prompt, same in by_prompt),
+                    peak_bytes=run.peak_bytes,
                 )
                 records.append(record)
         yield records

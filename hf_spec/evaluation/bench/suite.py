@@ -153,27 +153,25 @@ class Benchmark:
         batches = make_batches(self.prompts, self.tokenizer, plan.batch_size)
         # Shares of a step vary little: a few batches, spread over the tasks, are enough.
         for batch in batches[:: math.ceil(len(batches) / PROFILED_BATCHES)]:
-            for contender in contenders:
-                if contender.ours:
-                    if plan.seed is not None:
-                        torch.manual_seed(plan.seed)
-                    with profiled() as seconds:
-                        contender.run(batch.ids, plan.new_tokens, batch.mask)
-                    totals[contender.name].update(seconds)
+            for contender in (contender for contender in contenders if contender.ours):
+                if plan.seed is not None:
+                    torch.manual_seed(plan.seed)
+                with profiled() as seconds:
+                    contender.run(batch.ids, plan.new_tokens, batch.mask)
+                totals[contender.name].update(seconds)
         return [
             {"batch_size": plan.batch_size, "contender": name, "seconds": dict(parts)}
             for name, parts in totals.items()
         ]
 
     def _settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"do_sample": self.suite.sample}
+        pads = self.model.generation_config.pad_token_id, self.tokenizer.pad_token_id
+        # Without a padding token generate() uses the end of a sequence and warns at every call.
+        ends = min(end_tokens(self.model), default=0)
+        pad = next((pad for pad in pads if pad is not None), ends)
+        settings: dict[str, Any] = {"do_sample": self.suite.sample, "pad_token_id": pad}
         if self.suite.sample:
             settings["temperature"] = self.suite.temperature or 1.0
-        pad = self.model.generation_config.pad_token_id
-        if pad is None:
-            pad = self.tokenizer.pad_token_id
-        # Without a padding token generate() uses the end of a sequence and warns at every call.
-        settings["pad_token_id"] = min(end_tokens(self.model), default=0) if pad is None else pad
         return settings
 
     def _turns(self, prompts: Sequence[Prompt], settings: Settings) -> list[Prompt]:

@@ -30,7 +30,7 @@ from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.contenders import strategy
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
-from hf_spec.evaluation.bench.summary import spread, spread_of
+from hf_spec.evaluation.bench.summary import per_prompt, spread_of
 from hf_spec.evaluation.settings import CalibrationSettings
 from hf_spec.methods.disco.classifier import METHOD
 from hf_spec.methods.disco.drafter import DiscoConfig, find_draft_model
@@ -88,19 +88,19 @@ def calibrate_disco(  # noqa: PLR0913 - model, prompts, settings
     table = {name: {**row, **counted[name]} for name, row in tabulate(records).items()}
     figure = FIGURES[settings.judge]
     best = fastest(table, grid, figure)
-    options = {
-        **adapter.options,
+    calibration = {
+        **asdict(settings),
+        "prompts": list(dict.fromkeys(record.prompt for record in records)),
+        "environment": environment(),
+        "best": best,
+        "best_static": fastest(table, static, figure),
+        "table": table,
+    }
+    chosen = {
         "threshold": grid[best].acceptance_threshold,
         "max_draft_tokens": grid[best].max_draft_tokens,
-        "calibration": {
-            **asdict(settings),
-            "prompts": list(dict.fromkeys(record.prompt for record in records)),
-            "environment": environment(),
-            "best": best,
-            "best_static": fastest(table, static, figure),
-            "table": table,
-        },
     }
+    options = {**adapter.options, **chosen, "calibration": calibration}
     calibrated = replace(adapter, options=options)
     save_with_card(folder, calibrated)
     return calibrated
@@ -113,7 +113,7 @@ def tabulate(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
         groups[record.contender].append(record)
     return {
         name: {
-            **spread_of(group, "ratio"),
+            **spread_of(per_prompt(group), "ratio"),
             "tau": fmean(record.tau or 0.0 for record in group),
             "seconds": median(record.seconds for record in group),
             "identical": all(record.identical for record in group),
@@ -173,9 +173,8 @@ def compare_by_forwards(
     base = {prompt: fmean(costs) for prompt, costs in by_name[REFERENCE].items()}
     table = {}
     for name, prompts in by_name.items():
-        low, middle, high = spread([base[p] / fmean(costs) for p, costs in prompts.items()])
-        figure = FIGURES["forwards"]
-        table[name] = {f"{figure}_p20": low, figure: middle, f"{figure}_p80": high}
+        ratios = {prompt: base[prompt] / fmean(costs) for prompt, costs in prompts.items()}
+        table[name] = spread_of(ratios, FIGURES["forwards"])
     return table
 
 
