@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,10 +26,6 @@ from transformers.cli.serving.utils import split_model_id
 from hf_spec.serving.checks import check_body
 from hf_spec.serving.errors import RequestError
 from hf_spec.serving.manager import SpeculativeManager
-
-# Threads that parse requests. Each holds the interpreter lock for 5 ms at a time, so more threads
-# would delay streams and `/health`.
-READERS = 2
 
 # Errors that invalid request contents raise in handlers, templates and tokenizers. As status 500
 # they would make clients retry.
@@ -108,12 +103,11 @@ class _ParsedInThread:
 
     model_manager: ServedModel
     generation_state: SpeculativeManager
-    readers: ThreadPoolExecutor
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Parse a request in a thread, then start its response."""
-        loop = asyncio.get_running_loop()
-        start = await loop.run_in_executor(self.readers, self._parse, body, request_id)
+        loop, readers = asyncio.get_running_loop(), self.generation_state.readers
+        start = await loop.run_in_executor(readers, self._parse, body, request_id)
         response = start()
         return await response if inspect.isawaitable(response) else response
 
@@ -142,22 +136,23 @@ class _ParsedInThread:
         return partial(respond, *args, **kwargs)
 
 
-class _Chat(_ParsedInThread, ChatCompletionHandler):  # type: ignore[misc]
-    pass
+class Chat(_ParsedInThread, ChatCompletionHandler):  # type: ignore[misc]
+    """Handler of `/v1/chat/completions`."""
 
 
-class _Completions(_ParsedInThread, CompletionHandler):  # type: ignore[misc]
-    pass
+class Completions(_ParsedInThread, CompletionHandler):  # type: ignore[misc]
+    """Handler of `/v1/completions`."""
 
 
-class _Responses(_ParsedInThread, ResponseHandler):  # type: ignore[misc]
-    pass
+class Responses(_ParsedInThread, ResponseHandler):  # type: ignore[misc]
+    """Handler of `/v1/responses`."""
 
 
-class _Transcriptions(TranscriptionHandler):
+class Transcriptions(TranscriptionHandler):
     """Transcription handler that rejects audio files: no supported model transcribes."""
 
     async def handle_request(self, request: Any) -> Any:
+        """Return the error of a request."""
         with content_errors_as_400():
             return await super().handle_request(request)
 
@@ -170,25 +165,7 @@ class _Transcriptions(TranscriptionHandler):
         )
 
 
-class Handlers:
-    """Handlers of the endpoints, with shared model and parser threads."""
-
-    def __init__(self, model: ServedModel, manager: SpeculativeManager):
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="hf-spec-read")
-        self.chat = _Chat(model, manager)
-        self.completions = _Completions(model, manager)
-        self.responses = _Responses(model, manager)
-        for handler in (self.chat, self.completions, self.responses):
-            handler.readers = self._readers
-        self.transcriptions = _Transcriptions(model, manager)
-        self.decisions = _decisions(model, manager)
-
-    def close(self) -> None:
-        """Stop parsing requests."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
-
-
-def _decisions(model: ServedModel, manager: SpeculativeManager) -> Any:
+def decisions(model: ServedModel, manager: SpeculativeManager) -> Any:
     """Return the handler of `/v1/systemone`, or None if transformers has none."""
     try:
         from transformers.cli.serving.systemone import SystemOneHandler

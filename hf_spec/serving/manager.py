@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -28,6 +28,9 @@ from hf_spec.serving.errors import RequestError, StoppedError
 from hf_spec.serving.scheduler import Scheduler
 from hf_spec.serving.settings import ServeSettings
 
+# Threads that parse requests. Each holds the interpreter lock for 5 ms at a time, so more threads
+# would delay streams and `/health`.
+READERS = 2
 # Inputs of a text-only prompt.
 TEXT_INPUTS = {"input_ids", "attention_mask"}
 
@@ -47,6 +50,7 @@ class SpeculativeManager(GenerationState):
         # Concurrent requests may try to open the model.
         self._open_lock = threading.Lock()
         self.names = map(str, itertools.count())
+        self.readers = ThreadPoolExecutor(READERS, thread_name_prefix="hf-spec-read")
 
     def open(self, model: PreTrainedModel, processor: Any) -> Scheduler:
         """Return the scheduler of a model; a reloaded model gets a new one.

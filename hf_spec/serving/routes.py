@@ -20,7 +20,14 @@ from transformers.cli.serving.utils import split_model_id
 from hf_spec.serving.checks import MAX_NUMBER
 from hf_spec.serving.errors import RequestError
 from hf_spec.serving.guard import AccessGuard
-from hf_spec.serving.handlers import Handlers, ServedModel
+from hf_spec.serving.handlers import (
+    Chat,
+    Completions,
+    Responses,
+    ServedModel,
+    Transcriptions,
+    decisions,
+)
 from hf_spec.serving.manager import SpeculativeManager
 from hf_spec.serving.metrics import CONTENT_TYPE, Counts, prometheus_text
 
@@ -110,16 +117,15 @@ class ResponseRequest(TextRequest):
 
 def build_app(model: ServedModel, manager: SpeculativeManager) -> FastAPI:
     """Return the app for a model opened by `manager`."""
-    handlers = Handlers(model, manager)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        handlers.close()
+        manager.readers.shutdown(wait=False, cancel_futures=True)
         model.shutdown()
 
     app = FastAPI(title="hf-spec serve", lifespan=lifespan, responses=ERRORS)
-    _add_text(app, handlers)
+    _add_text(app, model, manager)
     _add_service(app, model, manager)
     if manager.settings.management:
         _add_management(app, model, manager)
@@ -130,31 +136,35 @@ def build_app(model: ServedModel, manager: SpeculativeManager) -> FastAPI:
     return app
 
 
-def _add_text(app: FastAPI, handlers: Handlers) -> None:
+def _add_text(app: FastAPI, model: ServedModel, manager: SpeculativeManager) -> None:
+    chat, completion = Chat(model, manager), Completions(model, manager)
+    response, transcription = Responses(model, manager), Transcriptions(model, manager)
+    decision = decisions(model, manager)
+
     def fields(body: Any) -> dict[str, Any]:
         return body.model_dump(exclude_unset=True)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        return await handlers.chat.handle_request(fields(body), request.state.request_id)
+        return await chat.handle_request(fields(body), request.state.request_id)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        return await handlers.completions.handle_request(fields(body), request.state.request_id)
+        return await completion.handle_request(fields(body), request.state.request_id)
 
     @app.post("/v1/responses")
     async def responses(request: Request, body: ResponseRequest) -> Response:
-        return await handlers.responses.handle_request(fields(body), request.state.request_id)
+        return await response.handle_request(fields(body), request.state.request_id)
 
     @app.post("/v1/audio/transcriptions")
     async def audio_transcriptions(request: Request) -> Response:
-        return await handlers.transcriptions.handle_request(request)
+        return await transcription.handle_request(request)
 
-    if handlers.decisions is not None:
+    if decision is not None:
 
         @app.post("/v1/systemone")
         async def systemone(request: Request, body: dict[str, Any]) -> Response:
-            return await handlers.decisions.handle_request(body, request.state.request_id)
+            return await decision.handle_request(body, request.state.request_id)
 
 
 def _add_service(app: FastAPI, model: ServedModel, manager: SpeculativeManager) -> None:
