@@ -10,8 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_spec.adapters.adapter import Adapter, save_adapter
-from hf_spec.adapters.base_name import is_hub_id
+from hf_spec.adapters.adapter import Adapter, is_hub_id, save_adapter
 from hf_spec.common.errors import AssistantError
 from hf_spec.common.files import atomic_write
 from hf_spec.common.installing import WHERE, install_command

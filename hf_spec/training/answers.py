@@ -21,8 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.adapter import BaseModel
-from hf_spec.adapters.base_name import local_name
+from hf_spec.adapters.adapter import BaseModel, local_name
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import atomic_write
 from hf_spec.engine.forward.draft_tree import DraftTree

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.base_name import source_path
+from hf_spec.adapters.adapter import source_path
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import check_regular, parse_json, resume_lines
 from hf_spec.common.prompts import Prompt

@@ -33,8 +33,8 @@ from hf_spec.engine.forward.kernel_layout import ragged_layout, tensors_of, with
 from hf_spec.engine.forward.packing import pack
 from hf_spec.engine.forward.row_batch import RowWork
 from hf_spec.engine.runner import ModelRunner
+from hf_spec.evaluation.bench.profiling import tree_of
 from hf_spec.evaluation.bench.runner import timed
-from hf_spec.evaluation.bench.step_cost import tree_of
 from hf_spec.evaluation.bench.summary import spread
 from hf_spec.evaluation.bench.tables import Table
 

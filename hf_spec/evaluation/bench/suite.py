@@ -26,15 +26,15 @@ from hf_spec.evaluation.bench.contenders import (
     Settings,
     compiled,
     economize_lookup,
+    oracle,
     plain,
     strategy,
+    synthetic,
     transformers,
 )
 from hf_spec.evaluation.bench.entries import Entry, resolve_entry
-from hf_spec.evaluation.bench.oracle import oracle, synthetic
-from hf_spec.evaluation.bench.profiling import profiled
+from hf_spec.evaluation.bench.profiling import measure_step_cost, profiled
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
-from hf_spec.evaluation.bench.step_cost import measure_step_cost
 from hf_spec.evaluation.bench.summary import summary
 from hf_spec.evaluation.settings import Suite
 from hf_spec.methods.draft_model.loading import read_draft_model, resolve_draft_model
