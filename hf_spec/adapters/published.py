@@ -58,10 +58,8 @@ class PublishedFamily:
 class PublishedHead:
     """Files of a published drafter; `family` as in `recognize`, `config` from its config.json.
 
-    Attributes:
-        tensors: on the CPU, in their stored dtypes.
-        name: folder or Hub id as the user passed it.
-        overrides: (name, value) pairs of its family that replace entries of the config.
+    `tensors` are on the CPU, in their stored dtypes. `name` is the folder or Hub id as the user
+    passed it. `overrides` are (name, value) pairs of its family that replace config entries.
     """
 
     family: str

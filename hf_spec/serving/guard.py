@@ -79,7 +79,7 @@ class AccessGuard:
 
     def _check(self, headers: Mapping[str, str], path: str) -> None:
         settings = self._settings
-        if settings.is_loopback or settings.allowed_hosts:
+        if is_loopback(settings.host) or settings.allowed_hosts:
             host, origin = headers.get("host", ""), headers.get("origin")
             if not self._is_allowed(f"//{host}"):
                 raise RequestError(

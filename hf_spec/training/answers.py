@@ -177,11 +177,9 @@ def _digest(response: Response) -> str:
 
 @dataclass(frozen=True)
 class Example:
-    """An answer of T tokens with the target's predictions.
+    """An answer of T tokens with the target's K most probable tokens at each position.
 
-    Attributes:
-        top_tokens: (T, K) int64, the target's K most probable tokens at each position.
-        top_probs: (T, K) float32, their probabilities over the whole vocabulary.
+    `top_tokens` is (T, K) int64; `top_probs` is (T, K) float32, over the whole vocabulary.
     """
 
     response: Response

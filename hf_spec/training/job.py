@@ -28,12 +28,10 @@ class ResultTable(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Figures of a training on the held-out answers, by name.
+    """Figures of a training on the held-out answers, by name; a table is shown instead of them.
 
-    Attributes:
-        table: shown instead of the figures.
-        whole_model: True if the output folder is a model of its own, not a part for the target.
-        next_step: suggested next step; None for `hf-spec bench` of the result.
+    `whole_model` is True if the output folder is a model of its own, not a part for the target.
+    `next_step` is suggested to the user; None for `hf-spec bench` of the result.
     """
 
     figures: Mapping[str, float]
@@ -46,14 +44,10 @@ class TrainingResult:
 class TrainingJob:
     """Options of one run of `hf-spec train`, and the data that they name.
 
-    Attributes:
-        files: files of answers.
-        out: folder of the result.
-        settings, options: the method's settings, and its further options.
-        run: `TrainSettings`; None for a method with its own training loop.
-        data: `TeacherOptions` or `FeatureOptions`.
-        several_files: True if a named data folder has one folder inside for every file.
-        notify: shows a message to the user.
+    `files` are files of answers, `out` is the folder of the result. `settings` and `options` belong
+    to the method, `run` to the shared training loop (`TrainSettings`), `data` to the computed data
+    (`TeacherOptions` or `FeatureOptions`). With `several_files`, a named data folder has one folder
+    inside for every file. `notify` shows a message to the user.
     """
 
     files: Sequence[Path]

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.common.errors import OptionError, UnsupportedError
-from hf_spec.common.files import atomic_write
+from hf_spec.common.files import atomic_write, write_json
 from hf_spec.common.machine import environment, has_bfloat16
 from hf_spec.training.answers import LEARNED_FROM, agrees, read_metadata
 from hf_spec.training.settings import TrainSettings
@@ -47,13 +47,10 @@ Loss = tuple[Tensor, int]
 
 @dataclass(frozen=True)
 class MicroBatch(Generic[Item]):
-    """Items of one forward and backward pass.
+    """Texts or examples of one forward and backward pass, in an epoch counted from 0.
 
-    Attributes:
-        items: texts or examples.
-        epoch: counted from 0.
-        seed: seed of all random numbers of the batch, independent of the process that runs it.
-        done: share of the run before this batch.
+    `seed` is that of all its random numbers, independent of the process that runs it. `done` is the
+    share of the run before it.
     """
 
     items: Sequence[Item]
@@ -320,17 +317,14 @@ def record_start(
     """Add this start, after `step` steps, to those in the run record beside a checkpoint."""
     path = folder / RUN
     starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if path.exists() else []
-    starts.append(
-        {
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join(sys.argv),
-            "options": _options.get(),
-            "settings": settings,
-            "step": step,
-            "environment": environment(device),
-            "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-        }
-    )
-    with atomic_write(path) as part:
-        # default=str writes paths as the user typed them.
-        part.write_text(json.dumps({"starts": starts}, indent=1, default=str), "utf-8")
+    start = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "options": _options.get(),
+        "settings": settings,
+        "step": step,
+        "environment": environment(device),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+    # default=str writes paths as the user typed them.
+    write_json(path, {"starts": [*starts, start]}, default=str)

@@ -60,14 +60,11 @@ Generate = Callable[..., Run]
 
 @dataclass(frozen=True)
 class Contender:
-    """Named way to generate.
+    """Named way to generate; `batches` if it supports more than one row.
 
-    Attributes:
-        prepare: untimed call with the arguments of `run` before its first run. Returns the number
-            of target forwards if counting them needs a call of its own.
-        batches: supports more than one row.
-        compiles: new shapes take minutes, so the warm-up uses the full length.
-        ours: runs in this engine, whose parts can be timed.
+    `prepare` is an untimed call with the arguments of `run` before its first run. It returns the
+    number of target forwards if counting them needs a call of its own. A contender that `compiles`
+    takes minutes for new shapes, so its warm-up has the full length. The parts of `ours` are timed.
     """
 
     name: str

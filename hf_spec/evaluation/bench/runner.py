@@ -96,11 +96,9 @@ class Record:
 class Plan:
     """Extent of a measurement with at most `new_tokens` per row.
 
-    Attributes:
-        repeats: timed repetitions; the order of the contenders rotates between them.
-        seed: seed of sampled outputs, which are not compared; None for greedy ones.
-        ends: end-of-sequence tokens; padding follows them.
-        device: device whose peak memory is recorded.
+    The order of the contenders rotates between the `repeats` timed repetitions. `seed` is that of
+    sampled outputs, which are not compared; None for greedy ones. Padding follows the
+    end-of-sequence tokens `ends`. The peak memory of `device` is recorded.
     """
 
     new_tokens: int

@@ -37,13 +37,10 @@ LIKELIEST = 64
 class Difference:
     """First position where an output differs from plain decoding, counted from the prompt.
 
-    Attributes:
-        plain_token, token: tokens of plain decoding and of the output; None after the end.
-        margin: plain score of `plain_token` minus that of `token`.
-        error: maximum difference between plain logits and the engine's at this position, among the
-            likeliest tokens.
-        noise: the same between two plain forward passes, over all generated tokens so far.
-        kind: "tie", "bug", or "unstable" if plain decoding is not reproducible.
+    Tokens are None after the end. `margin` is the plain score of `plain_token` minus that of
+    `token`. `error` is the maximum difference between plain logits and the engine's at this
+    position, among the likeliest tokens; `noise` is that between two plain forward passes, over all
+    generated tokens so far. `kind` is "unstable" if plain decoding is not reproducible.
     """
 
     position: int
