@@ -6,9 +6,9 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_spec.generation.open_generation import OpenGeneration, Ready
 from hf_spec.serving.checks import check_config, fit_to_context
-from hf_spec.serving.errors import RequestError, StoppedError
+from hf_spec.serving.errors import StoppedError
 from hf_spec.serving.scheduler import Scheduler
 from hf_spec.serving.settings import ServeSettings
 
@@ -122,13 +122,16 @@ class RequestGeneration(GenerateManager):
         """
         manager = self._manager
         self._scheduler = manager.open(model, processor)
-        with _counted(self._scheduler):
+        try:
             check_config(config, model, manager.settings)
             prompt = inputs["input_ids"][0].tolist()
             fit_to_context(config, model, len(prompt), manager.settings)
             if not set(inputs) - TEXT_INPUTS:
                 generation = self._scheduler.generation
                 self._ready = generation.prepare(next(manager.names), prompt, config)
+        except (TypeError, ValueError):
+            self._scheduler.count("refused")
+            raise
 
     def generate_streaming(
         self,
@@ -174,8 +177,7 @@ class RequestGeneration(GenerateManager):
         """Run a function that needs the model exclusively."""
         scheduler = self._scheduler or self._manager.scheduler
         assert scheduler is not None, "the model is opened before it is used"
-        with _counted(scheduler):
-            return scheduler.run_alone(fn, *args, **kwargs)
+        return scheduler.run_alone(fn, *args, **kwargs)
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Like `submit`, as an awaitable."""
@@ -187,8 +189,7 @@ class RequestGeneration(GenerateManager):
     def _submit(self, on_tokens: Callable[[list[int]], None]) -> Future[list[int]]:
         assert self._scheduler is not None, "prepared before"
         assert self._ready is not None, "prepared before"
-        with _counted(self._scheduler):
-            return self._scheduler.submit(self._ready, on_tokens)
+        return self._scheduler.submit(self._ready, on_tokens)
 
     def _run_alone(
         self, model: Any, processor: Any, inputs: Any, config: GenerationConfig, streamer: Any
@@ -246,13 +247,3 @@ class _StopWhenCancelled(BaseStreamer):
 
     def end(self) -> None:
         pass
-
-
-@contextmanager
-def _counted(scheduler: Scheduler) -> Iterator[None]:
-    """Count a request that is rejected before its generation starts."""
-    try:
-        yield
-    except (RequestError, TypeError, ValueError):
-        scheduler.count("refused")
-        raise

@@ -130,8 +130,10 @@ class Scheduler:
     def _enqueue(self, item: Any) -> Future[Any]:
         with self._changed:
             if self._stopping:
+                self._outcomes["refused"] += 1
                 raise StoppedError()
             if (number := self._num_waiting()) >= self._max_waiting:
+                self._outcomes["refused"] += 1
                 raise RequestError(
                     429,
                     f"{number} requests wait already; try again later",

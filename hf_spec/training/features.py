@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError
+from hf_spec.engine.decode.drafter import NoDrafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput, default_aux_layers
@@ -28,7 +29,7 @@ from hf_spec.training.answers import (
     target_facts,
     write_shard,
 )
-from hf_spec.training.responses import Recorder, Response
+from hf_spec.training.responses import Response
 
 # The hidden state after the final norm.
 LAST = (-1,)
@@ -135,7 +136,7 @@ def in_words(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
-class FeatureRecorder(Recorder):
+class FeatureRecorder(NoDrafter):
     """Recorder of features in `folder`, which saves trainings a pass of the target over all texts.
 
     Every forward pass of a generation computes the features of its tokens. The files are those of
@@ -165,7 +166,10 @@ class FeatureRecorder(Recorder):
         self._rows += [row for row, row_indices in committed.items() for _ in row_indices]
 
     def keep(self, answers: Sequence[Response], first: int) -> None:
-        """Write the features of the latest generation."""
+        """Write the features of the latest generation, whose rows became `answers`.
+
+        `first` is the index of the first answer in its file.
+        """
         order = torch.tensor(self._rows).argsort(stable=True)
         features = torch.cat(self._states)[order].split(
             [num_features(answer) for answer in answers]

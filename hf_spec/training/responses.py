@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import abstractmethod
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,6 @@ from hf_spec.adapters.adapter import source_path
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import check_regular, parse_json, resume_lines
 from hf_spec.common.prompts import Prompt
-from hf_spec.engine.decode.drafter import NoDrafter
 from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
 
 FORMAT = "hf_spec.responses"
@@ -58,14 +56,6 @@ class Response:
 FIELDS = tuple(field.name for field in fields(Response))
 
 
-class Recorder(NoDrafter):
-    """Drafter that proposes nothing and records generations."""
-
-    @abstractmethod
-    def keep(self, answers: Sequence[Response], first: int) -> None:
-        """Store the latest generation, whose rows became `answers`, in the file from `first` on."""
-
-
 def generate_responses(  # noqa: PLR0913 - prompts, file, settings, and callbacks
     model: PreTrainedModel,
     tokenizer: Any,
@@ -74,13 +64,13 @@ def generate_responses(  # noqa: PLR0913 - prompts, file, settings, and callback
     settings: ResponseSettings,
     batch_size: int = BATCH_SIZE,
     progress: Callable[[int, int], None] = lambda done, tokens: None,
-    recorder: Recorder | None = None,
+    recorder: Any = None,
 ) -> int:
     """Write the answers of `model` to JSON lines in `path`, resuming from what it already holds.
 
     Answers are matched with prompts by content, so prompts may be reordered or added between calls.
     The tokenizer may have a chat template. `progress` is called after every batch with its numbers
-    of prompts and of new tokens.
+    of prompts and of new tokens. A `FeatureRecorder` stores the features of the answers too.
 
     Returns:
         The number of prompts that were skipped because they are too long.
@@ -202,7 +192,7 @@ def _answer(
     prompts: Sequence[Tensor],
     settings: ResponseSettings,
     ends: set[int],
-    recorder: Recorder | None,
+    recorder: Any,
 ) -> list[list[int]]:
     """Return the answers to prompts of any lengths, cut after their end-of-sequence token."""
     padded = partial(pad_sequence, batch_first=True, padding_side="left")

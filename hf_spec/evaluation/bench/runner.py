@@ -228,7 +228,12 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak memory in bytes since `reset_peak`, None where it is not available."""
+    """Return the peak memory in bytes since `reset_peak`, None where it is not available.
+
+    On a GPU this is what the allocator held; on a CPU, the resident memory of the process. A
+    process keeps freed memory, so a CPU figure includes all models of the benchmark and what other
+    contenders cache. Only differences between runs show what one contender needs.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type != "cpu" or not _RESET.exists():

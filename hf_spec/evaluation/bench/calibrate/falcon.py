@@ -31,7 +31,7 @@ from hf_spec.common.prompts import load_prompts
 from hf_spec.drafting.cost_model.cost_curves import interpolate
 from hf_spec.drafting.rank_tree import Path as TreePath
 from hf_spec.drafting.rank_tree import RankTree, best_tree, likeliest_paths
-from hf_spec.engine.forward.draft_tree import Verdict, by_likelihood
+from hf_spec.engine.forward.draft_tree import by_likelihood
 from hf_spec.evaluation.bench.contenders import speculative
 from hf_spec.evaluation.settings import TreeSettings
 from hf_spec.evaluation.trace import rounds as trace
@@ -285,18 +285,13 @@ def record_rounds(
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         output, rounds = trace.record_rounds(model, inputs, config, head, **settings)
         seconds += output.spec_stats.draft_seconds
-        # The prefill and the round of the last token have no draft.
-        verdicts = (r.verdict for r in rounds if r.verdict.tree.num_nodes > 1)
-        ranks += map(accepted_ranks, verdicts)
+        for verdict in (recorded.verdict for recorded in rounds):
+            # The prefill and the round of the last token have no draft.
+            if verdict.tree.num_nodes > 1:
+                assert verdict.tree.node_probs is not None, "drafts of a head have probabilities"
+                _, *likeliest = by_likelihood(verdict.tree.parent, verdict.tree.node_probs)
+                ranks.append(sorted(map(likeliest.index, verdict.accepted[0])))
     return Rounds(tree, ranks, seconds / max(len(ranks), 1))
-
-
-def accepted_ranks(verdict: Verdict) -> list[int]:
-    """Return for each accepted node of row 0 the number of likelier nodes, ascending."""
-    assert verdict.tree.node_probs is not None, "drafts of a head have probabilities"
-    order = by_likelihood(verdict.tree.parent, verdict.tree.node_probs)
-    rank = {node: index for index, node in enumerate(order[1:])}
-    return sorted(rank[node] for node in verdict.accepted[0])
 
 
 def candidates(
