@@ -108,6 +108,7 @@ def write_card(
     """Write the model card of an adapter into its folder; return the card's path.
 
     A generated card is replaced; its base, license and data sets are kept unless others are passed.
+    Raises `AssistantError` if the adapter has no folder, or the results do not contain it.
 
     Args:
         adapter: loaded from the folder; measured figures and the training are in its options.
@@ -115,11 +116,7 @@ def write_card(
         base_model: Hub id of the base. Default: its name in training.
         license: license of the weights, such as "apache-2.0". Default: none.
         datasets: Hub ids of the texts that it was trained on.
-        overwrite: replace a card that was written by hand.
-
-    Raises:
-        AssistantError: if the adapter has no folder, there is a card that was written by hand, or
-            the results do not contain the adapter.
+        overwrite: replace a card that was written by hand, which otherwise raises.
     """
     path = adapter.own_folder / CARD_NAME
     stated = ModelCardData()

@@ -95,16 +95,11 @@ def load_adapter(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> SpecAdapter:
-    """Read an adapter. Nothing in it is executed, and `custom_generate/` is not read.
+    """Read an adapter from a folder, or "org/name" or "org/name@revision" on the Hub.
 
-    Args:
-        name: a folder, or "org/name" or "org/name@revision" on the Hub.
-        method: the method that it must have; None for any.
-        revision: branch, tag or commit.
-        token: None for the stored token.
-
-    Raises:
-        AssistantError: if it is missing, damaged, or of another method.
+    Nothing in it is executed, and `custom_generate/` is not read. `method` is the one that it must
+    have, `revision` a branch, tag or commit; None is any method, and the stored token. Raises
+    `AssistantError` if the adapter is missing, damaged, or of another method.
     """
     folder, repo_id = Path(name), None
     if not folder.is_dir():

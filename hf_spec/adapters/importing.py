@@ -33,12 +33,9 @@ FETCHED = (CONFIG, CARD_NAME, *(f"*{ending}" for ending in sorted(PICKLES)))
 def import_head(name: str | os.PathLike[str], out: Path) -> Path:
     """Convert the pickles of a published head, a folder or Hub id, to safetensors; return `out`.
 
-    `out` gets the config, the weights, and a card that names the source.
-
-    Raises:
-        OptionError: if `out` is not a new or empty folder.
-        AssistantError: if it is not a published head, or has no pickle of tensors alone.
-        HubError: if the Hub cannot be reached.
+    `out`, a new or empty folder, gets the config, the weights, and a card that names the source.
+    Raises `AssistantError` if `name` is not a published head, or has no pickle of tensors alone,
+    and `HubError` if the Hub cannot be reached.
     """
     check_new_folder(out)
     folder = Path(name)

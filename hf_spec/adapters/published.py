@@ -119,11 +119,9 @@ def published_family(name: str | os.PathLike[str]) -> str | None:
 def read_published(name: str | os.PathLike[str]) -> PublishedHead | None:
     """Read a published drafter from a folder, or the Hub as "org/name" or "org/name@revision".
 
-    Return None if the config describes no drafter, or a whole model (`MTP_INSIDE`).
-
-    Raises:
-        AssistantError: if it has no safetensors, or they are damaged.
-        HubError: if the Hub cannot be reached, and its cache does not have the files.
+    Return None if the config describes no drafter, or a whole model (`MTP_INSIDE`). Raises
+    `AssistantError` if it has no safetensors, or they are damaged, and `HubError` if the Hub cannot
+    be reached and its cache does not have the files.
     """
     located = _locate(name)
     if located is None:

@@ -13,13 +13,9 @@ _TYPES = {
 
 
 class RequestError(Exception):
-    """Error that is returned as the response of a request.
+    """Error that is returned as the response of a request, with its HTTP status.
 
-    Attributes:
-        status: HTTP status.
-        param: invalid field, if any.
-        code: OpenAI's error code, if any.
-        headers: additional response headers.
+    `param` is the invalid field and `code` OpenAI's error code, if any; `headers` are added.
     """
 
     def __init__(

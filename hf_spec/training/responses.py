@@ -72,12 +72,8 @@ def generate_responses(  # noqa: PLR0913 - prompts, file, settings, and callback
     The tokenizer may have a chat template. `progress` is called after every batch with its numbers
     of prompts and of new tokens. A `FeatureRecorder` stores the features of the answers too.
 
-    Returns:
-        The number of prompts that were skipped because they are too long.
-
-    Raises:
-        OptionError: if `path` was written by another model or with other settings, or holds answers
-            to other prompts.
+    Returns the number of prompts that were skipped because they are too long. Raises `OptionError`
+    if `path` is of another model or other settings, or holds answers to other prompts.
     """
     head = {"format": FORMAT, **model_facts(model), **asdict(settings)}
     encoded = [(p, p.encode(tokenizer)[0]) for p in prompts]

@@ -79,9 +79,8 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
         evaluate: returns figures on the held-out set; the last ones are returned.
         facts: what a checkpoint must agree with besides `settings`.
 
-    Raises:
-        OptionError: if the checkpoint comes from a run with other settings.
-        UnsupportedError: if the processes are set up to shard the trained parameters.
+    A checkpoint of a run with other settings raises `OptionError`; processes that are set up to
+    shard the trained parameters raise `UnsupportedError`.
     """
     trained = list(parameters.values())
     accelerator = Accelerator(cpu=trained[0].device.type == "cpu")

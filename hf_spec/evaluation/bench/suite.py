@@ -75,14 +75,9 @@ class Results:
 class Benchmark:
     """Suite on one model in evaluation mode; a strategy stored in its generation config is removed.
 
-    `entries` are the strategies, `settings` are further arguments of `generate()`.
-
-    Attributes:
-        prompts: one per output; conversations have one per turn.
-        contenders: measured contenders, the reference first.
-
-    Raises:
-        SpecError: if a contender or a batch size is unsupported.
+    `entries` are the strategies, `settings` are further arguments of `generate()`. `prompts` has
+    one entry per output, conversations have one per turn; `contenders` has the reference first. An
+    unsupported contender or batch size raises `SpecError`.
     """
 
     def __init__(

@@ -41,12 +41,10 @@ Alternatives = list[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of a head's first drafts with the target under one layout.
+    """Agreement of a head's first drafts with the target's next token under one layout.
 
-    Attributes:
-        config_overrides: (option, value) pairs that replace values of the config.
-        agreed, compared: first drafts that equal the target's next token, and all first drafts.
-        config: name of the config class that has these options.
+    `config_overrides` are (option, value) pairs that replace values of the config, whose class is
+    `config`. `agreed` of `compared` first drafts are equal.
     """
 
     config_overrides: Overrides

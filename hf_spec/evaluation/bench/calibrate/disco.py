@@ -55,11 +55,8 @@ def calibrate_disco(  # noqa: PLR0913 - model, prompts, settings
 
     `prompts` are for validation; `draft` defaults to the draft model named in the adapter.
     `progress` is called after every timed run. `options["calibration"]` of the returned adapter has
-    the table.
-
-    Raises:
-        OptionError: if there are no prompts, or some belong to the benchmarks.
-        AssistantError: if the adapter or its draft model cannot be used.
+    the table. Raises `OptionError` if there are no prompts, or some belong to the benchmarks, and
+    `AssistantError` if the adapter or its draft model cannot be used.
     """
     check_prompts(prompts)
     adapter = load_adapter(folder, METHOD)

@@ -57,12 +57,9 @@ def calibrate_falcon(
 
     `responses` are answers of the target that are not in the training set of the head. `progress`
     is called after every answer, every timed run and every tree. The options of the adapter get
-    "tree", "max_nodes" (the number of nodes sent), and "calibration" (the measurements).
-
-    Raises:
-        OptionError: if no answer is long enough, an answer belongs to a benchmark prompt, or no
-            draft is accepted.
-        AssistantError: if the adapter cannot be used.
+    "tree", "max_nodes" (the number of nodes sent), and "calibration" (the measurements). Raises
+    `OptionError` if no answer is long enough, one belongs to a benchmark prompt, or no draft is
+    accepted, and `AssistantError` if the adapter cannot be used.
     """
     check_answers(responses)
     adapter = load_adapter(folder, METHOD)
