@@ -32,6 +32,8 @@ from hf_spec.engine.models.cross_attention import num_layers
 PEFT_TYPE = "HF_SPEC"
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+# Folder of a model in the Hub's cache: <prefix><owner>--<name>/snapshots/<commit>.
+CACHE_PREFIX = "models--"
 
 # Code in every adapter folder, for users without `import hf_spec`. Only transformers runs it, after
 # generate(custom_generate="org/adapter", trust_remote_code=True).
@@ -227,10 +229,6 @@ def save_adapter(folder: str | os.PathLike[str], adapter: Adapter) -> None:
         save_file(tensors, part, metadata={"format": "pt"})
     with atomic_write(folder / CONFIG_NAME) as part:
         part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-# Folder of a model in the Hub's cache: <prefix><owner>--<name>/snapshots/<commit>.
-CACHE_PREFIX = "models--"
 
 
 def is_hub_id(name: str) -> bool:

@@ -32,6 +32,10 @@ from hf_spec.common.prompts import Prompt
 from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
 
 FORMAT = "hf_spec.responses"
+KEY_LENGTH = 16
+# Integers of each size, by which any dtype can be summed exactly.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -207,12 +211,6 @@ def _answer(
             assistant=recorder,
         )
     return [until_end(row, ends) for row in output[:, rows.shape[1] :].tolist()]
-
-
-KEY_LENGTH = 16
-# Integers of each size, by which any dtype can be summed exactly.
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-CHUNK = 1 << 20
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, str]:

@@ -38,6 +38,11 @@ from hf_spec.training.settings import TrainSettings
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
+RUN = "run.json"
+# `environment` has the versions of torch, transformers and hf_spec.
+PACKAGES = ("accelerate", "huggingface_hub", "peft", "safetensors", "tokenizers")
+HALF = (torch.bfloat16, torch.float16)
+_options: ContextVar[Mapping[str, Any] | None] = ContextVar("options", default=None)
 
 Item = TypeVar("Item")
 
@@ -279,9 +284,6 @@ def _load(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: Any, 
     return step
 
 
-HALF = (torch.bfloat16, torch.float16)
-
-
 def mixed_precision(model: PreTrainedModel) -> torch.autocast:
     """Return autocast to bfloat16, disabled for float32 models on CPUs without bfloat16.
 
@@ -290,14 +292,6 @@ def mixed_precision(model: PreTrainedModel) -> torch.autocast:
     # Half-precision models need autocast to combine weights and states of different dtypes.
     enabled = model.device.type != "cpu" or model.dtype in HALF or has_bfloat16()
     return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)
-
-
-RUN = "run.json"
-
-# `environment` has the versions of torch, transformers and hf_spec.
-PACKAGES = ("accelerate", "huggingface_hub", "peft", "safetensors", "tokenizers")
-
-_options: ContextVar[Mapping[str, Any] | None] = ContextVar("options", default=None)
 
 
 @contextmanager

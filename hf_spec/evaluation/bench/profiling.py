@@ -50,6 +50,7 @@ PARTS = (
 )
 _DRAFTING = "draft: rest"
 _OBSERVING = "observe"
+NODE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 # Name of a part when a drafter runs it.
 _IN_DRAFT = {
     "verify: forward": "draft: forward",
@@ -126,9 +127,6 @@ def _with_subclasses(base: type[Any]) -> Iterator[type]:
     yield base
     for child in base.__subclasses__():
         yield from _with_subclasses(child)
-
-
-NODE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 
 def measure_step_cost(

@@ -19,6 +19,10 @@ from hf_spec.training.responses import until_end
 
 CPU = torch.device("cpu")
 WARM_UP_TOKENS = 16
+Result = TypeVar("Result")
+# Linux: writing 5 here resets the peak of this process; the status file has the peak since then.
+_RESET = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
 # Statistics of a generation that are written to a results file.
 KEPT_STATS = (
     "tau",
@@ -193,13 +197,6 @@ def _in_turn(
         runs[contender.name] = _Timed(run, outputs, seconds, peak_bytes(plan.device))
         progress()
     return runs
-
-
-Result = TypeVar("Result")
-
-# Linux: writing 5 here resets the peak of this process; the status file has the peak since then.
-_RESET = Path("/proc/self/clear_refs")
-_STATUS = Path("/proc/self/status")
 
 
 def timed(
