@@ -96,7 +96,6 @@ def license_of(folder: Path) -> str | None:
 
 
 def _card(name: str, family: str, digests: Mapping[str, str], folder: Path) -> str:
-    """Return a card with the source, and the license that its own card names."""
     license_name = license_of(folder)
     head = f"---\nlicense: {license_name}\n---\n\n" if license_name else ""
     terms = f" ({license_name})." if license_name else "; see its own card."

@@ -105,7 +105,6 @@ class AccessGuard:
                 )
 
     def _is_allowed(self, url: str) -> bool:
-        """Return True if the host of a URL is a loopback name or an allowed one."""
         try:
             name = (urlsplit(url).hostname or "").lower()
         except ValueError:
@@ -140,7 +139,6 @@ class AccessGuard:
 async def _serve_until_disconnect(
     app: Any, scope: Scope, body: bytes, receive: Receive, send: Send
 ) -> None:
-    """Serve a request; cancel it if the client disconnects."""
     disconnected = asyncio.Event()
     unread, complete = [body], False
 

@@ -105,7 +105,6 @@ class _ParsedInThread:
     generation_state: SpeculativeManager
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        """Parse a request in a thread, then start its response."""
         loop, readers = asyncio.get_running_loop(), self.generation_state.readers
         start = await loop.run_in_executor(readers, self._parse, body, request_id)
         response = start()

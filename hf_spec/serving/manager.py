@@ -237,8 +237,6 @@ class _Streamer(DirectStreamer):
 
 
 class _StopWhenCancelled(BaseStreamer):
-    """Streamer that stops `generate()` once its future is cancelled."""
-
     future: Future[Any] | None = None
 
     def put(self, value: torch.Tensor) -> None:

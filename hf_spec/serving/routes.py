@@ -213,7 +213,6 @@ async def _respond(request: Any, error: Any) -> Response:
 
 
 async def _invalid_body(request: Any, error: Any) -> Response:
-    """Return status 400 with the first invalid field and its value."""
     first = error.errors()[0]
     # `loc` also names the alternatives of a union type, with brackets.
     field = ".".join(str(part) for part in first["loc"][1:] if "[" not in str(part))

@@ -35,8 +35,6 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class _Call:
-    """Call that needs the model exclusively."""
-
     work: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
 

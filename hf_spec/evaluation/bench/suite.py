@@ -143,7 +143,6 @@ class Benchmark:
         return [contender for contender in self.contenders if size == 1 or contender.batches]
 
     def _profile(self, contenders: Sequence[Contender], plan: Plan) -> list[dict[str, Any]]:
-        """Return seconds by part of a step for each contender in our engine."""
         totals: dict[str, Counter[str]] = defaultdict(Counter)
         batches = make_batches(self.prompts, self.tokenizer, plan.batch_size)
         # Shares of a step vary little: a few batches, spread over the tasks, are enough.

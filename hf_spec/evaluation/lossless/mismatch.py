@@ -118,7 +118,6 @@ def _explain(
 
 
 def _classify(margin: float, error: float, noise: float, rounding: float) -> tuple[str, str]:
-    """Return TIE or BUG, and the reason."""
     allowed = ROUNDING_FACTOR * max(noise, rounding)
     if not error <= allowed:
         return BUG, (
