@@ -45,7 +45,7 @@ class SpeculativeManager(GenerationState):
     def __init__(self, strategy: Any, assistant: Any, settings: ServeSettings):
         super().__init__()
         self._strategy, self.assistant, self.settings = strategy, assistant, settings
-        self._scheduler: Scheduler | None = None
+        self.scheduler: Scheduler | None = None
         self._stopped = False
         # Concurrent requests may try to open the model.
         self._open_lock = threading.Lock()
@@ -60,7 +60,7 @@ class SpeculativeManager(GenerationState):
         with self._open_lock:
             if self._stopped:
                 raise StoppedError()
-            if self._scheduler is None or self._scheduler.generation.model is not model:
+            if self.scheduler is None or self.scheduler.generation.model is not model:
                 self._release()
                 config: Any = model.generation_config
                 strategy = self._strategy or getattr(config, "spec_strategy", None) or "auto"
@@ -68,13 +68,8 @@ class SpeculativeManager(GenerationState):
                 # Requests start from this config; prompts that run alone read the strategy from it.
                 config.spec_strategy = generation.config
                 settings = self.settings
-                self._scheduler = Scheduler(generation, settings.max_batch, settings.max_waiting)
-            return self._scheduler
-
-    @property
-    def scheduler(self) -> Scheduler | None:
-        """Scheduler of the open model, or None."""
-        return self._scheduler
+                self.scheduler = Scheduler(generation, settings.max_batch, settings.max_waiting)
+            return self.scheduler
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
         """Return the manager of one response; handlers call this once per request."""
@@ -83,7 +78,7 @@ class SpeculativeManager(GenerationState):
     @property
     def is_alive(self) -> bool:
         """True while requests are processed; the next request opens a model that is not open."""
-        return not self._stopped and (self._scheduler is None or self._scheduler.is_alive)
+        return not self._stopped and (self.scheduler is None or self.scheduler.is_alive)
 
     def close(self) -> None:
         """Fail running and waiting requests, and release the model."""
@@ -93,13 +88,13 @@ class SpeculativeManager(GenerationState):
     def stop(self, timeout: float = 2.0) -> None:
         """Fail running, waiting and all later requests; the counters can still be read."""
         self._stopped = True
-        if self._scheduler is not None:
-            self._scheduler.stop(timeout)
+        if self.scheduler is not None:
+            self.scheduler.stop(timeout)
 
     def _release(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.stop()
-            self._scheduler = None
+        if self.scheduler is not None:
+            self.scheduler.stop()
+            self.scheduler = None
 
 
 class RequestGeneration(GenerateManager):
