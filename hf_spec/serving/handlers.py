@@ -84,11 +84,13 @@ class ServedModel(ModelManager):
             body["model"] = self.name
         self.check(body["model"])
 
-    def load_model_and_processor(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def load_model_and_processor(
+        self, model_id_and_revision: str, *args: Any, **kwargs: Any
+    ) -> Any:
         """Load the model, or return the loaded one; called by every endpoint."""
-        if (name, kwargs.get("gguf_file")) != (self._key, self._gguf_file):
-            raise self._not_found(name)
-        return super().load_model_and_processor(name, *args, **kwargs)
+        if (model_id_and_revision, kwargs.get("gguf_file")) != (self._key, self._gguf_file):
+            raise self._not_found(model_id_and_revision)
+        return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
 
     @property
     def description(self) -> dict[str, Any]:

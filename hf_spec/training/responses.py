@@ -146,7 +146,7 @@ def _response(where: str, line: bytes) -> Response:
 
 def end_tokens(model: PreTrainedModel) -> set[int]:
     """Return the end-of-sequence tokens of a model."""
-    ends: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    ends: Any = model.generation_config.eos_token_id
     return set(ends) if isinstance(ends, list) else {ends} - {None}
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -200,9 +201,9 @@ def time_rounds(
     for repeat in range(settings.repeats + 1):
         for table, trees in ((verify, bushes), (draft, chains)):
             for key, tree in trees.items():
-                method = {"spec_strategy": FalconConfig(tree=tree.paths), "assistant": head}
-                mask, new_tokens = torch.ones_like(ids), settings.new_tokens
-                stats = speculative(model, ids, new_tokens, mask, **method).stats
+                config, mask = FalconConfig(tree=tree.paths), torch.ones_like(ids)
+                method: dict[str, Any] = {"spec_strategy": config, "assistant": head}
+                stats = speculative(model, ids, settings.new_tokens, mask, **method).stats
                 assert stats is not None, "our strategies return statistics"
                 if table is verify:
                     seconds = (stats.verify_seconds + stats.other_seconds) / stats.target_forwards
