@@ -16,8 +16,7 @@ from statistics import mean
 from typing import Any
 
 from hf_spec.common.files import write_json
-from hf_spec.training.run_record import RUN
-from hf_spec.training.trainer import METRICS
+from hf_spec.training.trainer import METRICS, RUN
 
 # What every step says; an evaluation says more.
 OF_EVERY_STEP = {"step", "loss", "seconds", "tokens", "rate"}

@@ -15,21 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.base_name import base_name
 from hf_spec.adapters.quantized import BITS, quantize
 from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.common.files import atomic_write
 from hf_spec.common.installing import how_to_install
+from hf_spec.common.small_models import hub_id_of
 from hf_spec.engine.models.cross_attention import num_layers
 
 PEFT_TYPE = "HF_SPEC"
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+# Folder of a model in the Hub's cache: <prefix><owner>--<name>/snapshots/<commit>.
+CACHE_PREFIX = "models--"
 
 # Code in every adapter folder, for users without `import hf_spec`. Only transformers runs it, after
 # generate(custom_generate="org/adapter", trust_remote_code=True).
@@ -57,13 +61,10 @@ FINGERPRINT_TOLERANCE = 2.0**-5
 
 @dataclass(frozen=True)
 class AdapterMethod:
-    """A method with a trained part; the module of that part registers it.
+    """A method with a trained part, by its name in configs; the module of that part registers it.
 
-    Attributes:
-        name: name in adapter configs.
-        strategy: default strategy of its adapters.
-        title: title of model cards, with {} for the base.
-        build: builds the module that drafts from a `SpecAdapter` and the target.
+    `strategy` is the default of its adapters, `title` that of model cards, with {} for the base.
+    `build` makes the module that drafts from a `SpecAdapter` and the target.
     """
 
     name: str
@@ -91,10 +92,8 @@ def known_methods() -> list[str]:
 class BaseModel:
     """Identity of the model that an adapter was trained for.
 
-    Attributes:
-        name: Hub id or, if there is none, folder name, for messages and model cards.
-        hidden_size, num_layers, vocab_size: sizes of its text model.
-        fingerprint: sample of its embedding weights.
+    `name` is a Hub id or, if there is none, a folder name, for messages and model cards. The sizes
+    are those of its text model, `fingerprint` is a sample of its embedding weights.
     """
 
     name: str
@@ -105,11 +104,7 @@ class BaseModel:
 
     @classmethod
     def read(cls, values: Any, path: Path) -> BaseModel:
-        """Return the identity that the config at `path` holds as `values`.
-
-        Raises:
-            AssistantError: if values are missing or of the wrong kind.
-        """
+        """Return the identity in `values` of the config at `path`; raise if it is invalid."""
         try:
             base = cls(**{**values, "fingerprint": tuple(values["fingerprint"])})
         except (KeyError, TypeError) as error:
@@ -226,17 +221,51 @@ def save_adapter(folder: str | os.PathLike[str], adapter: Adapter) -> None:
         "options": adapter.options,
         "base": asdict(adapter.base),
     }
-    write_custom_generate(folder)
+    (folder / FOLDER).mkdir(exist_ok=True)
+    for name, text in FILES.items():
+        with atomic_write(folder / FOLDER / name) as part:
+            part.write_text(text, encoding="utf-8")
     with atomic_write(folder / WEIGHTS_NAME) as part:
         save_file(tensors, part, metadata={"format": "pt"})
     with atomic_write(folder / CONFIG_NAME) as part:
         part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def write_custom_generate(folder: Path) -> None:
-    """Write `FILES` to an adapter's `folder`."""
-    target = folder / FOLDER
-    target.mkdir(exist_ok=True)
-    for name, text in FILES.items():
-        with atomic_write(target / name) as part:
-            part.write_text(text, encoding="utf-8")
+def is_hub_id(name: str) -> bool:
+    """Return True if `name` has the form "owner/name" of a Hub id."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
+
+
+def local_name(model: PreTrainedModel) -> str:
+    """Return the last part of the folder or Hub id of `model`, or its class name."""
+    return os.path.basename(os.path.normpath(_source(model)))
+
+
+def base_name(model: PreTrainedModel) -> str:
+    """Return the Hub id of `model` if that is known, or its local name.
+
+    The id is known for models that were loaded by id, from the Hub's cache, or from a folder that
+    `hf_spec.common.small_models` converted.
+    """
+    source = _source(model)
+    if not os.path.isdir(source):
+        return source if is_hub_id(source) else local_name(model)
+    folder = Path(source).absolute()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith(CACHE_PREFIX):
+        return repository.removeprefix(CACHE_PREFIX).replace("--", "/")
+    return hub_id_of(folder) or local_name(model)
+
+
+def source_path(model: PreTrainedModel) -> str:
+    """Return the absolute folder or the Hub id that `model` was loaded from, or its class name."""
+    source = _source(model)
+    return os.path.realpath(source) if os.path.isdir(source) else source
+
+
+def _source(model: PreTrainedModel) -> str:
+    return str(model.config.name_or_path or type(model).__name__)

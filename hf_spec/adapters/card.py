@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_spec.adapters.adapter import Adapter, save_adapter
-from hf_spec.adapters.base_name import is_hub_id
+from hf_spec.adapters.adapter import Adapter, is_hub_id, save_adapter
 from hf_spec.common.errors import AssistantError
 from hf_spec.common.files import atomic_write
 from hf_spec.common.installing import WHERE, install_command
@@ -90,12 +88,12 @@ percentile. tau is the number of accepted draft tokens per forward of the model.
 {% endfor %}{% endif %}"""
 
 
-def save_with_card(folder: str | os.PathLike[str], adapter: Adapter) -> None:
+def save_with_card(folder: Path, adapter: Adapter) -> None:
     """Write an adapter and its model card to `folder`; keep a card that was written by hand."""
     save_adapter(folder, adapter)
-    path = Path(folder) / CARD_NAME
+    path = folder / CARD_NAME
     if not path.exists() or _is_generated(path):
-        write_card(replace(adapter, folder=Path(folder), repo_id=None))
+        write_card(replace(adapter, folder=folder, repo_id=None))
 
 
 def write_card(
@@ -110,6 +108,7 @@ def write_card(
     """Write the model card of an adapter into its folder; return the card's path.
 
     A generated card is replaced; its base, license and data sets are kept unless others are passed.
+    Raises `AssistantError` if the adapter has no folder, or the results do not contain it.
 
     Args:
         adapter: loaded from the folder; measured figures and the training are in its options.
@@ -117,14 +116,16 @@ def write_card(
         base_model: Hub id of the base. Default: its name in training.
         license: license of the weights, such as "apache-2.0". Default: none.
         datasets: Hub ids of the texts that it was trained on.
-        overwrite: replace a card that was written by hand.
-
-    Raises:
-        AssistantError: if the adapter has no folder, there is a card that was written by hand, or
-            the results do not contain the adapter.
+        overwrite: replace a card that was written by hand, which otherwise raises.
     """
     path = adapter.own_folder / CARD_NAME
-    stated = _stated(path, overwrite)
+    stated = ModelCardData()
+    if path.exists() and _is_generated(path):
+        stated = ModelCard.load(path, ignore_metadata_errors=True).data
+    elif path.exists() and not overwrite:
+        raise AssistantError(
+            f"{path} was written by hand; overwrite=True (--overwrite) replaces it"
+        )
     method, name = adapter.record, adapter.own_folder.resolve().name
     base = str(base_model or stated.base_model or adapter.base.name)
     bench = {} if results is None else _read_results(Path(results), adapter, name)
@@ -164,17 +165,6 @@ def write_card(
     return path
 
 
-def _stated(path: Path, overwrite: bool) -> ModelCardData:
-    """Return the metadata of a generated card; none for a card written by hand."""
-    if path.exists() and _is_generated(path):
-        return ModelCard.load(path, ignore_metadata_errors=True).data
-    if path.exists() and not overwrite:
-        raise AssistantError(
-            f"{path} was written by hand; overwrite=True (--overwrite) replaces it"
-        )
-    return ModelCardData()
-
-
 def _is_generated(path: Path) -> bool:
     return GENERATED in path.read_text(encoding="utf-8", errors="replace")
 
@@ -202,25 +192,17 @@ def _held_out_metrics(method: str, held_out: Iterable[tuple[str, Any]]) -> Itera
     for label, value in held_out:
         name = label.removeprefix(prefix)
         if isinstance(value, float) and (name != label or "." not in label):
-            yield _metric("held-back", "held-back answers of the base model", name, value)
+            yield _metric("held-back", "held-back answers of the base model", name, name, value)
 
 
 def _speed_metric(row: Mapping[str, Any]) -> EvalResult:
     name = f"speed relative to plain generate(), {row['contender']}, batch {row['batch_size']}"
-    return _metric("hf-spec-bench", "prompts of hf-spec bench", name, row["ratio"], "speedup")
+    return _metric("hf-spec-bench", "prompts of hf-spec bench", "speedup", name, row["ratio"])
 
 
-def _metric(
-    dataset: str, dataset_name: str, name: str, value: float, kind: str | None = None
-) -> EvalResult:
-    return EvalResult(
-        task_type=TASK,
-        dataset_type=dataset,
-        dataset_name=dataset_name,
-        metric_type=kind or name,
-        metric_name=name,
-        metric_value=float(f"{value:.4g}"),
-    )
+def _metric(dataset: str, dataset_name: str, kind: str, name: str, value: float) -> EvalResult:
+    rounded = float(f"{value:.4g}")
+    return EvalResult(TASK, dataset, dataset_name, kind, rounded, metric_name=name)
 
 
 def _read_results(path: Path, adapter: Adapter, name: str) -> dict[str, Any]:

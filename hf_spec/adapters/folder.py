@@ -71,17 +71,9 @@ class SpecAdapter(Adapter):
     ) -> str:
         """Push it to the Hub, with the card and the license of its folder, or a new card.
 
-        Args:
-            repo_id: "owner/name"; created if it is missing.
-            private: create a private repository.
-            token: None for the stored token.
-            revision: branch, created if it is missing; None for the main branch.
-
-        Returns:
-            The URL of the commit.
-
-        Raises:
-            AssistantError: if the Hub cannot be reached, or rejects it.
+        The repository `repo_id`, "owner/name", and the branch `revision` are created if they are
+        missing. None is the main branch, and the stored token. Returns the URL of the commit.
+        Raises `AssistantError` if the Hub cannot be reached, or rejects it.
         """
         place = Place(repo_id, revision, token)
         place.check()
@@ -103,16 +95,11 @@ def load_adapter(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> SpecAdapter:
-    """Read an adapter. Nothing in it is executed, and `custom_generate/` is not read.
+    """Read an adapter from a folder, or "org/name" or "org/name@revision" on the Hub.
 
-    Args:
-        name: a folder, or "org/name" or "org/name@revision" on the Hub.
-        method: the method that it must have; None for any.
-        revision: branch, tag or commit.
-        token: None for the stored token.
-
-    Raises:
-        AssistantError: if it is missing, damaged, or of another method.
+    Nothing in it is executed, and `custom_generate/` is not read. `method` is the one that it must
+    have, `revision` a branch, tag or commit; None is any method, and the stored token. Raises
+    `AssistantError` if the adapter is missing, damaged, or of another method.
     """
     folder, repo_id = Path(name), None
     if not folder.is_dir():

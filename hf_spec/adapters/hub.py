@@ -37,10 +37,7 @@ class Place:
 
     @classmethod
     def of(cls, name: str, revision: str | None = None, token: str | bool | None = None) -> Place:
-        """Return the place of "owner/name" or "owner/name@revision".
-
-        A second revision raises `AssistantError`. No Hub id contains "@".
-        """
+        """Return the place of "owner/name" or "owner/name@revision"; raise for two revisions."""
         repo_id, separator, named = name.partition("@")
         if separator and revision is not None:
             raise AssistantError(
@@ -60,9 +57,8 @@ class Place:
     def fetch(self, names: Sequence[str]) -> Path:
         """Download those files of `names` that exist; return their folder in the Hub's cache.
 
-        Raises:
-            AssistantError: if there is no such repository, or folder.
-            HubError: if the Hub cannot be reached, and its cache does not have the files.
+        Raises `AssistantError` if there is no such repository, and `HubError` if the Hub cannot be
+        reached and its cache does not have the files.
         """
         try:
             check_name(self.repo_id)
@@ -82,16 +78,11 @@ class Place:
 
 
 def push_adapter(adapter: Adapter, place: Place, private: bool = False) -> str:
-    """Push the files `PUSHED` of an adapter's folder to the Hub, in one commit.
+    """Push the files `PUSHED` of an adapter's folder in one commit; return the URL of the commit.
 
-    The repository (`private` or not) and the branch are created if they are missing.
-
-    Returns:
-        The URL of the commit.
-
-    Raises:
-        AssistantError: if a file is a link out of the folder, or the repository's name malformed.
-        HubError: if the Hub cannot be reached, or rejects the commit.
+    The repository (`private` or not) and the branch are created if they are missing. Raises
+    `AssistantError` if a file is a link out of the folder or the repository's name is malformed,
+    and `HubError` if the Hub cannot be reached or rejects the commit.
     """
     folder = adapter.own_folder
     for name in PUSHED:

@@ -19,8 +19,8 @@ from yaml import YAMLError
 
 from hf_spec.adapters.card import CARD_NAME, GENERATED
 from hf_spec.adapters.hub import Place
-from hf_spec.adapters.published import CONFIG, MTP_INSIDE, recognize, write_published
-from hf_spec.adapters.reading import PICKLES, read_json, regular_file
+from hf_spec.adapters.published import CONFIG, MTP_INSIDE, not_a_head, recognize, write_published
+from hf_spec.adapters.reading import PICKLES, pickles_in, read_json, regular_file
 from hf_spec.common.errors import AssistantError
 from hf_spec.common.files import check_new_folder
 
@@ -31,19 +31,11 @@ FETCHED = (CONFIG, CARD_NAME, *(f"*{ending}" for ending in sorted(PICKLES)))
 
 
 def import_head(name: str | os.PathLike[str], out: Path) -> Path:
-    """Convert the pickles of a published head to safetensors.
+    """Convert the pickles of a published head, a folder or Hub id, to safetensors; return `out`.
 
-    Args:
-        name: folder or Hub id of the head.
-        out: a new or empty folder; gets config, weights, and a card that names the source.
-
-    Returns:
-        The path of `out`.
-
-    Raises:
-        OptionError: if `out` is not empty.
-        AssistantError: if it is not a published head, or has no pickle of tensors alone.
-        HubError: if the Hub cannot be reached.
+    `out`, a new or empty folder, gets the config, the weights, and a card that names the source.
+    Raises `AssistantError` if `name` is not a published head, or has no pickle of tensors alone,
+    and `HubError` if the Hub cannot be reached.
     """
     check_new_folder(out)
     folder = Path(name)
@@ -52,10 +44,8 @@ def import_head(name: str | os.PathLike[str], out: Path) -> Path:
     config = read_json(regular_file(folder, CONFIG))
     family = recognize(config)
     if family is None or family == MTP_INSIDE:
-        raise AssistantError(
-            f"{os.fspath(name)!r} is not a published head: its config describes none"
-        )
-    files = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+        raise not_a_head(name)
+    files = pickles_in(folder)
     if not files:
         raise AssistantError(f"{os.fspath(name)!r} has no pickle file; nothing needs converting")
     tensors: dict[str, Tensor] = {}
@@ -67,7 +57,6 @@ def import_head(name: str | os.PathLike[str], out: Path) -> Path:
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a pickle that holds nothing else."""
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -107,21 +96,17 @@ def license_of(folder: Path) -> str | None:
 
 
 def _card(name: str, family: str, digests: Mapping[str, str], folder: Path) -> str:
-    """Return a card with the source, and the license that its own card names."""
     license_name = license_of(folder)
-    lines = [
-        *(["---", f"license: {license_name}", "---", ""] if license_name else []),
-        GENERATED,
-        "",
-        f"# {name} as safetensors",
-        "",
-        f"A head of the family `{family}`, converted by `hf-spec import-head`. The weights are",
-        f"those of `{name}`, whose license applies"
-        + (f" ({license_name})." if license_name else "; see its own card."),
-        "",
-        "| file | sha256 |",
-        "|---|---|",
-        *(f"| `{file}` | `{digest}` |" for file, digest in digests.items()),
-        "",
-    ]
-    return "\n".join(lines)
+    head = f"---\nlicense: {license_name}\n---\n\n" if license_name else ""
+    terms = f" ({license_name})." if license_name else "; see its own card."
+    rows = "".join(f"| `{file}` | `{digest}` |\n" for file, digest in digests.items())
+    return f"""{head}{GENERATED}
+
+# {name} as safetensors
+
+A head of the family `{family}`, converted by `hf-spec import-head`. The weights are
+those of `{name}`, whose license applies{terms}
+
+| file | sha256 |
+|---|---|
+{rows}"""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import CARD_NAME
 from hf_spec.adapters.hub import Place
-from hf_spec.adapters.reading import PICKLES, read_json, regular_file, tensors_of
+from hf_spec.adapters.reading import pickles_in, read_json, regular_file, tensors_of
 from hf_spec.common.errors import AssistantError
 from hf_spec.common.files import atomic_write, write_json
 
@@ -44,10 +44,8 @@ UNSUPPORTED = {
 class PublishedFamily:
     """A supported family of published heads; the module that builds them registers it.
 
-    Attributes:
-        name: name that `recognize` returns.
-        strategy: default strategy of its heads.
-        build: builds the module that drafts from a `PublishedHead` and the target.
+    `name` is that of `recognize`, `strategy` the default of its heads. `build` makes the module
+    that drafts.
     """
 
     name: str
@@ -58,15 +56,10 @@ class PublishedFamily:
 # Compared by identity: equality of tensors is not a bool.
 @dataclass(frozen=True, eq=False)
 class PublishedHead:
-    """Files of a published drafter.
+    """Files of a published drafter; `family` as in `recognize`, `config` from its config.json.
 
-    Attributes:
-        family: see `recognize`.
-        config: contents of its config.json.
-        tensors: on the CPU, in their stored dtypes.
-        folder: folder of the files.
-        name: folder or Hub id as the user passed it.
-        overrides: (name, value) pairs of its family that replace entries of the config.
+    `tensors` are on the CPU, in their stored dtypes. `name` is the folder or Hub id as the user
+    passed it. `overrides` are (name, value) pairs of its family that replace config entries.
     """
 
     family: str
@@ -80,11 +73,6 @@ class PublishedHead:
     def record(self) -> PublishedFamily:
         """Its registered family; an unsupported one raises `AssistantError`."""
         return family_record(self.family, self.name)
-
-    @property
-    def strategy(self) -> str:
-        """Default strategy."""
-        return self.record.strategy
 
 
 _FAMILIES: dict[str, PublishedFamily] = {}
@@ -111,9 +99,8 @@ def family_record(family: str, name: str) -> PublishedFamily:
 def recognize(config: Mapping[str, Any]) -> str | None:
     """Return the family of published drafters that a config.json describes; None if it is none.
 
-    Families are "eagle3", "peagle", "eagle", "dflash", "dspark", "mtp", "medusa", "mlp_speculator",
-    "gemma4_assistant", "pard", those of `UNSUPPORTED`, and `MTP_INSIDE`. A plain Llama of one layer
-    is "eagle"; only its tensors distinguish it from a model.
+    Unsupported families and `MTP_INSIDE` are returned too. A plain Llama of one layer is "eagle";
+    only its tensors distinguish it from a model.
     """
     architectures = config.get("architectures")
     names = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
@@ -132,11 +119,9 @@ def published_family(name: str | os.PathLike[str]) -> str | None:
 def read_published(name: str | os.PathLike[str]) -> PublishedHead | None:
     """Read a published drafter from a folder, or the Hub as "org/name" or "org/name@revision".
 
-    Return None if the config describes no drafter, or a whole model (`MTP_INSIDE`).
-
-    Raises:
-        AssistantError: if it has no safetensors, or they are damaged.
-        HubError: if the Hub cannot be reached, and its cache does not have the files.
+    Return None if the config describes no drafter, or a whole model (`MTP_INSIDE`). Raises
+    `AssistantError` if it has no safetensors, or they are damaged, and `HubError` if the Hub cannot
+    be reached and its cache does not have the files.
     """
     located = _locate(name)
     if located is None:
@@ -149,24 +134,24 @@ def known_head(name: str | os.PathLike[str]) -> PublishedHead:
     """Return `read_published(name)`; raise `AssistantError` if that is None."""
     head = read_published(name)
     if head is None:
-        raise AssistantError(
-            f"{os.fspath(name)!r} is not a published head: its config describes none"
-        )
+        raise not_a_head(name)
     return head
+
+
+def not_a_head(name: str | os.PathLike[str]) -> AssistantError:
+    """Return the error about a folder or repository that is not a published head."""
+    return AssistantError(f"{os.fspath(name)!r} is not a published head: its config describes none")
 
 
 def read_weights(
     folder: Path, name: str, wanted: Callable[[str], bool] | None = None
 ) -> dict[str, Tensor]:
-    """Return the tensors of a folder, on the CPU, in their stored dtypes.
+    """Return the `wanted` tensors, by default all, of a folder with one safetensors file or more.
 
-    Args:
-        folder: has one safetensors file, or several with an index.
-        name: for messages.
-        wanted: selects tensors by name; None reads all.
+    They are on the CPU, in their stored dtypes. `name` is used in messages.
     """
     tensors: dict[str, Tensor] = {}
-    for file in weight_files(folder, name):
+    for file in _weight_files(folder, name):
         tensors.update(tensors_of(regular_file(folder, file), wanted, dtypes=("BOOL",)))
     return tensors
 
@@ -187,8 +172,7 @@ def write_published(
     write_json(folder / CONFIG, config, indent=2)
 
 
-def weight_files(folder: Path, name: str) -> list[str]:
-    """Return the names of the safetensors files of a folder; none raises `AssistantError`."""
+def _weight_files(folder: Path, name: str) -> list[str]:
     for file in WEIGHTS:
         if (folder / file).exists():
             return [file]
@@ -198,7 +182,7 @@ def weight_files(folder: Path, name: str) -> list[str]:
         if not files or not all(isinstance(f, str) and f.endswith(".safetensors") for f in files):
             raise AssistantError(f"{folder / INDEX} has no weight_map with safetensors files")
         return sorted(files)
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+    pickles = pickles_in(folder)
     why = f"{pickles[0]} is a pickle file, which is never loaded" if pickles else "there is none"
     raise AssistantError(
         f"{name!r} has no weights as safetensors ({why}); if it is published as a pickle, "
@@ -228,8 +212,7 @@ def _locate(name: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], str] | 
 
 def _by_key(config: Mapping[str, Any], names: str) -> str | None:
     """Return the family of a config with keys that only that family has."""
-    kind = config.get("speculators_model_type")
-    if kind:
+    if kind := config.get("speculators_model_type"):
         return str(kind)
     if "hydra_num_heads" in config or "Hydra" in names:
         return "hydra"

@@ -38,7 +38,11 @@ def quantize(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
         scales = (groups.abs().amax(dim=1) / largest).clamp_min(2.0**-24).half()
         whole = (groups / scales.float()[:, None]).round().clamp(-largest, largest)
         whole = whole.to(torch.int8).reshape(tensor.shape)
-        stored[name + _ENDINGS[bits]] = whole if bits == 8 else _pack_int4(whole)
+        if bits == 4:
+            # Values of -7 to 7 are stored as 1 to 15.
+            low, high = (whole + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+            whole = low | high << 4
+        stored[name + _ENDINGS[bits]] = whole
         stored[name + SCALES] = scales
     return stored
 
@@ -46,8 +50,7 @@ def quantize(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
 def dequantize(tensors: Mapping[str, Tensor], source: object) -> tuple[dict[str, Tensor], int]:
     """Return the tensors with quantized matrices in float32, and the least number of bits.
 
-    Raises:
-        AssistantError: if scales are missing or do not fit; names `source`.
+    Scales that are missing or do not fit raise `AssistantError`, which names `source`.
     """
     plain = dict(tensors)
     least = BITS[0]
@@ -58,7 +61,10 @@ def dequantize(tensors: Mapping[str, Tensor], source: object) -> tuple[dict[str,
         original, scales = name.removesuffix(_ENDINGS[bits]), None
         if original != name and original not in tensors:
             scales = plain.pop(original + SCALES, None)
-        whole = stored if bits == 8 else _unpack_int4(stored)
+        whole = stored
+        if bits == 4:
+            halves = torch.stack([stored & 15, stored >> 4], dim=-1)
+            whole = halves.flatten(-2).to(torch.int8) - 8
         if (
             scales is None
             or scales.dtype != torch.float16
@@ -71,13 +77,3 @@ def dequantize(tensors: Mapping[str, Tensor], source: object) -> tuple[dict[str,
         plain[original] = groups.reshape(whole.shape)
         least = min(least, bits)
     return plain, least
-
-
-def _pack_int4(whole: Tensor) -> Tensor:
-    """Return values of -7 to 7 as 1 to 15, two per byte."""
-    low, high = (whole + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4
-
-
-def _unpack_int4(stored: Tensor) -> Tensor:
-    return torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2).to(torch.int8) - 8

@@ -69,21 +69,23 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     """Return the tensors of an adapter's safetensors file, see `tensors_of`."""
     if not (folder / name).exists():
-        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+        pickles = pickles_in(folder)
         hint = f"; {pickles[0]} is a pickle file, which is never loaded" if pickles else ""
         raise AssistantError(f"adapter {str(folder)!r} has no {name}{hint}")
     return tensors_of(regular_file(folder, name), dtypes=DTYPE_NAMES)
 
 
+def pickles_in(folder: Path) -> list[str]:
+    """Return the names of the pickle files in a folder, sorted."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+
+
 def tensors_of(
     path: Path, wanted: Callable[[str], bool] | None = None, dtypes: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, on the CPU.
+    """Return the `wanted` tensors of a safetensors file, by default all, on the CPU.
 
-    Args:
-        path: the file.
-        wanted: selects tensors by name; None reads all.
-        dtypes: allowed besides finite floats and token ids.
+    `dtypes` are allowed besides finite floats and token ids.
     """
     tensors = {}
     # safetensors' own error derives from Exception alone, and unknown dtypes raise other errors.
@@ -126,10 +128,7 @@ def check_tensors(
 
 
 def read_vocabulary(what: str, tensors: Mapping[str, Tensor], size: int) -> Tensor | None:
-    """Return the token ids that an adapter can draft: (R,) int64 below `size`, ascending.
-
-    None if the tensor `VOCABULARY` is missing, which means all tokens.
-    """
+    """Return the token ids that an adapter can draft, (R,) int64 below `size`; None for all."""
     listed = tensors.get(VOCABULARY)
     if listed is None:
         return None

@@ -14,7 +14,7 @@ import typer
 from hf_spec.cli import options
 from hf_spec.common.errors import OptionError
 from hf_spec.common.installing import how_to_install
-from hf_spec.evaluation.bench.settings import Suite
+from hf_spec.evaluation.settings import Suite
 
 if TYPE_CHECKING:
     from hf_spec.evaluation.bench.suite import Benchmark

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hf_spec.cli import options
-from hf_spec.serving.settings import ServeSettings
+from hf_spec.serving.settings import ServeSettings, is_loopback
 
 
 @options.from_settings
@@ -53,7 +53,7 @@ def serve(
     name = manager.scheduler.generation.config.strategy if manager.scheduler else ""
     url = f"http://{settings.host}:{settings.port}"
     typer.echo(f"{model} with strategy {name} at {url}/v1, metrics at {url}/metrics", err=True)
-    if settings.api_key is None and not settings.is_loopback:
+    if settings.api_key is None and not is_loopback(settings.host):
         typer.echo("warning: no authentication on a public address; set --api-key", err=True)
     try:
         make_server(app, manager, settings.host, settings.port).run()

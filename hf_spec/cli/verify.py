@@ -10,7 +10,7 @@ import typer
 
 from hf_spec.cli import options
 from hf_spec.cli.failures import FAILED, UNPROVEN
-from hf_spec.evaluation.lossless.settings import VerificationPlan
+from hf_spec.evaluation.settings import VerificationPlan
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ import importlib.util
 import pkgutil
 
 import hf_spec.methods
-from hf_spec.training.description import Training
+from hf_spec.training.settings import Training
 
 
 def known_trainings() -> list[Training]:

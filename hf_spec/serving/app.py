@@ -25,15 +25,10 @@ def check_packages() -> None:
 
 
 def load_app(name: str, manager: SpeculativeManager, **options: Any) -> Any:
-    """Load the model and return the FastAPI app.
+    """Load the model `name`, a folder or Hub id, and return the FastAPI app.
 
-    Args:
-        name: folder or Hub id of the model, also its name in requests.
-        manager: opens the model and generates the responses.
-        options: further arguments of transformers' `ModelManager`, such as `device` and `dtype`.
-
-    Raises:
-        SpecError: if the model is unsupported.
+    Requests use the same name. `options` are further arguments of transformers' `ModelManager`,
+    such as `device` and `dtype`. Raises `SpecError` if the model is unsupported.
     """
     from hf_spec.serving.handlers import ServedModel
     from hf_spec.serving.routes import build_app

@@ -64,22 +64,13 @@ RANGES = {
 
 
 def check_body(body: Mapping[str, Any], settings: ServeSettings) -> None:
-    """Check the fields of a body against the server settings.
-
-    Raises:
-        OptionError: with the field, its value and the allowed values.
-    """
+    """Check the fields of a body against the server settings; raises `OptionError`."""
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if settings.max_tokens is not None and (body.get(name) or 0) > settings.max_tokens:
             raise OptionError(
                 f"{name}={body[name]}: the output may have {settings.max_tokens} tokens"
             )
-    _check_template(body, settings)
-    _check_config_text(body.get("generation_config"))
-
-
-def _check_template(body: Mapping[str, Any], settings: ServeSettings) -> None:
-    """Reject chat templates in requests, and template variables that are call arguments."""
+    # Chat templates are rejected, and template variables that are call arguments.
     arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     for name, value in (body.get("chat_template_kwargs") or {}).items():
         if name == "chat_template":
@@ -93,12 +84,11 @@ def _check_template(body: Mapping[str, Any], settings: ServeSettings) -> None:
                 f"chat_template_kwargs contains {name}={value!r:.60}: this is an argument of the "
                 "call, not a template variable; leave it out"
             )
+    if body.get("generation_config") is not None:
+        _check_config_text(body["generation_config"])
 
 
-def _check_config_text(text: str | None) -> None:
-    """Check the names in the JSON generation config of a request."""
-    if text is None:
-        return
+def _check_config_text(text: str) -> None:
     config = json.loads(text)
     if not isinstance(config, dict):
         raise OptionError(f"generation_config={text!r:.60} must be the JSON of an object")
@@ -110,8 +100,7 @@ def _check_config_text(text: str | None) -> None:
 def check_config(config: GenerationConfig, model: PreTrainedModel, settings: ServeSettings) -> None:
     """Check every setting that differs from the model's generation config.
 
-    Raises:
-        OptionError: with the setting, its value and the allowed values.
+    Raises `OptionError` with the setting, its value and the allowed values.
     """
     vocab = vocabulary_size(model)
     for name, value in vars(config).items():
@@ -119,7 +108,7 @@ def check_config(config: GenerationConfig, model: PreTrainedModel, settings: Ser
         if name.startswith("_") or value is None or value == default:
             continue
         wrong = f"{FIELDS.get(name, name)}={value!r:.60}"
-        numbers = list(_numbers(value))
+        numbers = [leaf for leaf in _leaves(value) if isinstance(leaf, (int, float))]
         if len(numbers) > MAX_VALUES:
             raise OptionError(f"{wrong} has {len(numbers)} values; it may have {MAX_VALUES}")
         for number in numbers:
@@ -139,8 +128,7 @@ def fit_to_context(
 ) -> None:
     """Limit the output length; at the limit it ends with `finish_reason` "length".
 
-    Raises:
-        OptionError: if the prompt is too long.
+    Raises `OptionError` if the prompt is too long.
     """
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limits = [limit for limit in (context, settings.max_length) if limit is not None]
@@ -162,10 +150,9 @@ def fit_to_context(
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of token ids with both an embedding and a logit."""
-    head: Any = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    sizes = [num_embeddings(model), *([] if weight is None else [weight.shape[0]])]
-    return min(sizes)
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    embeddings = num_embeddings(model)
+    return embeddings if weight is None else min(embeddings, weight.shape[0])
 
 
 def _check_range(name: str, value: Any, wrong: str) -> None:
@@ -222,7 +209,3 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(inner)
     else:
         yield value
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, (int, float)))

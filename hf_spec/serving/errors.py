@@ -13,13 +13,9 @@ _TYPES = {
 
 
 class RequestError(Exception):
-    """Error that is returned as the response of a request.
+    """Error that is returned as the response of a request, with its HTTP status.
 
-    Attributes:
-        status: HTTP status.
-        param: invalid field, if any.
-        code: OpenAI's error code, if any.
-        headers: additional response headers.
+    `param` is the invalid field and `code` OpenAI's error code, if any; `headers` are added.
     """
 
     def __init__(
@@ -44,24 +40,8 @@ class RequestError(Exception):
         return {"error": error}
 
 
-class QueueFullError(RequestError):
-    """Full queue of waiting requests."""
-
-    def __init__(self, waiting: int):
-        super().__init__(
-            429, f"{waiting} requests wait already; try again later", headers={"Retry-After": "1"}
-        )
-
-
 class StoppedError(RequestError):
     """Shutdown before the response was complete."""
 
     def __init__(self) -> None:
         super().__init__(503, "the server is stopping; the response is incomplete")
-
-
-class SequenceError(RequestError):
-    """Error raised by the settings of a request during generation."""
-
-    def __init__(self, message: str):
-        super().__init__(422, f"the response cannot be generated with these settings: {message}")

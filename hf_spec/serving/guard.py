@@ -1,4 +1,4 @@
-"""ASGI middleware: access control, body size limit, and cancellation on disconnect."""
+"""ASGI middleware: access control, body limit, counts, and cancellation on disconnect."""
 
 from __future__ import annotations
 
@@ -27,18 +27,30 @@ LONGEST_ID = 128
 OPEN_PATHS = ("/health",)
 
 
-class ResponseCounter:
-    """Middleware that counts responses by route and status and adds the request id header."""
+class AccessGuard:
+    """Middleware that checks host, origin, API key and body size, and counts the responses.
 
-    def __init__(self, app: Any, responses: Counter[tuple[str, int]]):
-        self.app, self.responses = app, responses
+    A web page can send requests to this machine, and with a DNS name that points here it can also
+    read the responses (DNS rebinding). A server on a loopback address therefore accepts only
+    loopback names and `allowed_hosts` as host and origin.
+
+    `responses` counts by route and status; each response gets the request id as a header.
+    """
+
+    def __init__(self, app: Any, settings: ServeSettings, responses: Counter[tuple[str, int]]):
+        self.app, self._settings, self.responses = app, settings, responses
+        names = [settings.host, *settings.allowed_hosts]
+        self._names = {name.lower().strip("[]") for name in names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request, or send an error."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = _headers(scope).get(REQUEST_ID, "")[:LONGEST_ID] or str(uuid.uuid4())
+        headers = {
+            name.decode("latin-1"): text.decode("latin-1") for name, text in scope["headers"]
+        }
+        request_id = headers.get(REQUEST_ID, "")[:LONGEST_ID] or str(uuid.uuid4())
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def counting_send(message: Message) -> None:
@@ -49,7 +61,13 @@ class ResponseCounter:
             await send(message)
 
         try:
-            await self.app(scope, receive, counting_send)
+            self._check(headers, scope["path"])
+            body = await self._body(headers, receive)
+            if body is not None:
+                await _serve_until_disconnect(self.app, scope, body, receive, counting_send)
+        except RequestError as error:
+            response = JSONResponse(error.body, error.status, error.headers)
+            await response(scope, receive, counting_send)
         except Exception:
             self._count(scope, 500)
             raise
@@ -59,38 +77,9 @@ class ResponseCounter:
         route = getattr(scope.get("route"), "path", "none")
         self.responses[route, status] += 1
 
-
-class AccessGuard:
-    """Middleware that checks host, origin, API key and body size.
-
-    A web page can send requests to this machine, and with a DNS name that points here it can also
-    read the responses (DNS rebinding). A server on a loopback address therefore accepts only
-    loopback names and `allowed_hosts` as host and origin.
-    """
-
-    def __init__(self, app: Any, settings: ServeSettings):
-        self.app, self._settings = app, settings
-        names = [settings.host, *settings.allowed_hosts]
-        self._names = {name.lower().strip("[]") for name in names}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or send an error."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        try:
-            self._check(scope)
-            body = await self._body(_headers(scope), receive)
-        except RequestError as error:
-            response = JSONResponse(error.body, error.status, error.headers)
-            await response(scope, receive, send)
-            return
-        if body is not None:
-            await _serve_until_disconnect(self.app, scope, body, receive, send)
-
-    def _check(self, scope: Scope) -> None:
-        headers, settings = _headers(scope), self._settings
-        if settings.is_loopback or settings.allowed_hosts:
+    def _check(self, headers: Mapping[str, str], path: str) -> None:
+        settings = self._settings
+        if is_loopback(settings.host) or settings.allowed_hosts:
             host, origin = headers.get("host", ""), headers.get("origin")
             if not self._is_allowed(f"//{host}"):
                 raise RequestError(
@@ -104,7 +93,7 @@ class AccessGuard:
                     f"Origin {origin!r:.200} is not allowed; start the server with "
                     "--allowed-hosts to add it",
                 )
-        if settings.api_key is not None and scope["path"] not in OPEN_PATHS:
+        if settings.api_key is not None and path not in OPEN_PATHS:
             credentials = headers.get("authorization", "")
             expected = f"Bearer {settings.api_key}"
             if not hmac.compare_digest(credentials.encode(), expected.encode()):
@@ -116,7 +105,6 @@ class AccessGuard:
                 )
 
     def _is_allowed(self, url: str) -> bool:
-        """Return True if the host of a URL is a loopback name or an allowed one."""
         try:
             name = (urlsplit(url).hostname or "").lower()
         except ValueError:
@@ -151,7 +139,6 @@ class AccessGuard:
 async def _serve_until_disconnect(
     app: Any, scope: Scope, body: bytes, receive: Receive, send: Send
 ) -> None:
-    """Serve a request; cancel it if the client disconnects."""
     disconnected = asyncio.Event()
     unread, complete = [body], False
 
@@ -184,7 +171,3 @@ async def _serve_until_disconnect(
     finally:
         watcher.cancel()
         response.cancel()
-
-
-def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}

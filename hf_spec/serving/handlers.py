@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,11 +25,7 @@ from transformers.cli.serving.utils import split_model_id
 
 from hf_spec.serving.checks import check_body
 from hf_spec.serving.errors import RequestError
-from hf_spec.serving.manager import SpeculativeManager, SpeculativeState
-
-# Threads that parse requests. Each holds the interpreter lock for 5 ms at a time, so more threads
-# would delay streams and `/health`.
-READERS = 2
+from hf_spec.serving.manager import SpeculativeManager
 
 # Errors that invalid request contents raise in handlers, templates and tokenizers. As status 500
 # they would make clients retry.
@@ -109,21 +104,18 @@ class _ParsedInThread:
     """Mixin that runs `handle_request` in a thread until the response starts."""
 
     model_manager: ServedModel
-    generation_state: SpeculativeState
-    readers: ThreadPoolExecutor
+    generation_state: SpeculativeManager
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        """Parse a request in a thread, then start its response."""
-        loop = asyncio.get_running_loop()
-        start = await loop.run_in_executor(self.readers, self._parse, body, request_id)
+        loop, readers = asyncio.get_running_loop(), self.generation_state.readers
+        start = await loop.run_in_executor(readers, self._parse, body, request_id)
         response = start()
         return await response if inspect.isawaitable(response) else response
 
     def _parse(self, body: dict[str, Any], request_id: str) -> Callable[[], Any]:
-        """Return the function that starts the response."""
         with content_errors_as_400():
             self.model_manager.check_body_model(body)
-            check_body(body, self.generation_state.manager.settings)
+            check_body(body, self.generation_state.settings)
             # Until the response starts, nothing depends on the server's event loop.
             return asyncio.run(super().handle_request(body, request_id))  # type: ignore[misc]
 
@@ -145,22 +137,23 @@ class _ParsedInThread:
         return partial(respond, *args, **kwargs)
 
 
-class _Chat(_ParsedInThread, ChatCompletionHandler):  # type: ignore[misc]
-    pass
+class Chat(_ParsedInThread, ChatCompletionHandler):  # type: ignore[misc]
+    """Handler of `/v1/chat/completions`."""
 
 
-class _Completions(_ParsedInThread, CompletionHandler):  # type: ignore[misc]
-    pass
+class Completions(_ParsedInThread, CompletionHandler):  # type: ignore[misc]
+    """Handler of `/v1/completions`."""
 
 
-class _Responses(_ParsedInThread, ResponseHandler):  # type: ignore[misc]
-    pass
+class Responses(_ParsedInThread, ResponseHandler):  # type: ignore[misc]
+    """Handler of `/v1/responses`."""
 
 
-class _Transcriptions(TranscriptionHandler):
+class Transcriptions(TranscriptionHandler):
     """Transcription handler that rejects audio files: no supported model transcribes."""
 
     async def handle_request(self, request: Any) -> Any:
+        """Return the error of a request."""
         with content_errors_as_400():
             return await super().handle_request(request)
 
@@ -173,26 +166,7 @@ class _Transcriptions(TranscriptionHandler):
         )
 
 
-class Handlers:
-    """Handlers of the endpoints, with shared model and parser threads."""
-
-    def __init__(self, model: ServedModel, manager: SpeculativeManager):
-        state = SpeculativeState(manager)
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="hf-spec-read")
-        self.chat, self.completions, self.responses = (
-            kind(model, state) for kind in (_Chat, _Completions, _Responses)
-        )
-        for handler in (self.chat, self.completions, self.responses):
-            handler.readers = self._readers
-        self.transcriptions = _Transcriptions(model, state)
-        self.decisions = _decisions(model, state)
-
-    def close(self) -> None:
-        """Stop parsing requests."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
-
-
-def _decisions(model: ServedModel, state: SpeculativeState) -> Any:
+def decisions(model: ServedModel, manager: SpeculativeManager) -> Any:
     """Return the handler of `/v1/systemone`, or None if transformers has none."""
     try:
         from transformers.cli.serving.systemone import SystemOneHandler
@@ -207,8 +181,7 @@ def _decisions(model: ServedModel, state: SpeculativeState) -> Any:
                 return await super().handle_request(body, request_id)
 
         def _open(self) -> None:
-            """Load and open the model if needed."""
             _, loaded, processor = self._resolve_model({})
-            state.manager.open(loaded, processor)
+            manager.open(loaded, processor)
 
-    return Decisions(model, state)
+    return Decisions(model, manager)

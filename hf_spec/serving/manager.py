@@ -6,9 +6,9 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,17 +24,18 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_spec.generation.open_generation import OpenGeneration, Ready
 from hf_spec.serving.checks import check_config, fit_to_context
-from hf_spec.serving.errors import RequestError, StoppedError
+from hf_spec.serving.errors import StoppedError
 from hf_spec.serving.scheduler import Scheduler
 from hf_spec.serving.settings import ServeSettings
 
-# Name of the strategy in a generation config.
-STORED = "spec_strategy"
+# Threads that parse requests. Each holds the interpreter lock for 5 ms at a time, so more threads
+# would delay streams and `/health`.
+READERS = 2
 # Inputs of a text-only prompt.
 TEXT_INPUTS = {"input_ids", "attention_mask"}
 
 
-class SpeculativeManager:
+class SpeculativeManager(GenerationState):
     """Scheduler of the served model and shared state of its requests.
 
     `strategy` is a name or a config. None selects the strategy stored in the model's generation
@@ -42,59 +43,58 @@ class SpeculativeManager:
     """
 
     def __init__(self, strategy: Any, assistant: Any, settings: ServeSettings):
+        super().__init__()
         self._strategy, self.assistant, self.settings = strategy, assistant, settings
-        self._scheduler: Scheduler | None = None
+        self.scheduler: Scheduler | None = None
         self._stopped = False
         # Concurrent requests may try to open the model.
         self._open_lock = threading.Lock()
         self.names = map(str, itertools.count())
+        self.readers = ThreadPoolExecutor(READERS, thread_name_prefix="hf-spec-read")
 
     def open(self, model: PreTrainedModel, processor: Any) -> Scheduler:
         """Return the scheduler of a model; a reloaded model gets a new one.
 
-        Raises:
-            SpecError: if the model is unsupported.
-            StoppedError: after `stop`.
+        Raises `SpecError` if the model is unsupported, and `StoppedError` after `stop`.
         """
         with self._open_lock:
             if self._stopped:
                 raise StoppedError()
-            if self._scheduler is None or self._scheduler.generation.model is not model:
-                self._end(2.0)
-                stored = getattr(model.generation_config, STORED, None)
-                strategy = self._strategy or stored or "auto"
+            if self.scheduler is None or self.scheduler.generation.model is not model:
+                self._release()
+                config: Any = model.generation_config
+                strategy = self._strategy or getattr(config, "spec_strategy", None) or "auto"
                 generation = OpenGeneration(model, strategy, self.assistant, processor)
                 # Requests start from this config; prompts that run alone read the strategy from it.
-                setattr(model.generation_config, STORED, generation.config)
+                config.spec_strategy = generation.config
                 settings = self.settings
-                self._scheduler = Scheduler(generation, settings.max_batch, settings.max_waiting)
-            return self._scheduler
+                self.scheduler = Scheduler(generation, settings.max_batch, settings.max_waiting)
+            return self.scheduler
 
-    @property
-    def scheduler(self) -> Scheduler | None:
-        """Scheduler of the open model, or None."""
-        return self._scheduler
+    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
+        """Return the manager of one response; handlers call this once per request."""
+        return RequestGeneration(self)
 
     @property
     def is_alive(self) -> bool:
         """True while requests are processed; the next request opens a model that is not open."""
-        return not self._stopped and (self._scheduler is None or self._scheduler.is_alive)
+        return not self._stopped and (self.scheduler is None or self.scheduler.is_alive)
 
     def close(self) -> None:
         """Fail running and waiting requests, and release the model."""
         with self._open_lock:
-            self._end(2.0)
+            self._release()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Fail running, waiting and all later requests."""
+        """Fail running, waiting and all later requests; the counters can still be read."""
         self._stopped = True
-        self._end(timeout, forget=False)
+        if self.scheduler is not None:
+            self.scheduler.stop(timeout)
 
-    def _end(self, timeout: float, forget: bool = True) -> None:
-        if self._scheduler is not None:
-            self._scheduler.stop(timeout)
-            # Its counters are read after the server has stopped.
-            self._scheduler = None if forget else self._scheduler
+    def _release(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.stop()
+            self.scheduler = None
 
 
 class RequestGeneration(GenerateManager):
@@ -109,24 +109,24 @@ class RequestGeneration(GenerateManager):
         self._scheduler: Scheduler | None = None
         self._ready: Ready | None = None
 
-    def prepare(
-        self, model: PreTrainedModel, processor: Any, inputs: Any, config: GenerationConfig
-    ) -> None:
+    def prepare(self, model: Any, processor: Any, inputs: Any, config: GenerationConfig) -> None:
         """Check a request and prepare its processors and stop rules.
 
-        Raises:
-            SpecError: if a setting is invalid or unsupported.
-            ValueError: for settings that `generate()` rejects.
+        Raises `SpecError` for an invalid or unsupported setting, and `ValueError` for one that
+        `generate()` rejects.
         """
         manager = self._manager
         self._scheduler = manager.open(model, processor)
-        with _counted(self._scheduler):
+        try:
             check_config(config, model, manager.settings)
             prompt = inputs["input_ids"][0].tolist()
             fit_to_context(config, model, len(prompt), manager.settings)
             if not set(inputs) - TEXT_INPUTS:
                 generation = self._scheduler.generation
                 self._ready = generation.prepare(next(manager.names), prompt, config)
+        except (TypeError, ValueError):
+            self._scheduler.count("refused")
+            raise
 
     def generate_streaming(
         self,
@@ -149,12 +149,7 @@ class RequestGeneration(GenerateManager):
         return queue, streamer
 
     async def generate_non_streaming(
-        self,
-        model: PreTrainedModel,
-        processor: Any,
-        inputs: Any,
-        gen_config: GenerationConfig,
-        request_id: str,
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, Any]:
         """Return the whole response: text, prompt length and new tokens."""
         prompt_len = inputs["input_ids"].shape[-1]
@@ -177,12 +172,9 @@ class RequestGeneration(GenerateManager):
         """Run a function that needs the model exclusively."""
         scheduler = self._scheduler or self._manager.scheduler
         assert scheduler is not None, "the model is opened before it is used"
-        with _counted(scheduler):
-            return scheduler.run_alone(fn, *args, **kwargs)
+        return scheduler.run_alone(fn, *args, **kwargs)
 
-    def async_submit(
-        self, fn: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> asyncio.Future[Any]:
+    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Like `submit`, as an awaitable."""
         return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
 
@@ -192,8 +184,7 @@ class RequestGeneration(GenerateManager):
     def _submit(self, on_tokens: Callable[[list[int]], None]) -> Future[list[int]]:
         assert self._scheduler is not None, "prepared before"
         assert self._ready is not None, "prepared before"
-        with _counted(self._scheduler):
-            return self._scheduler.submit(self._ready, on_tokens)
+        return self._scheduler.submit(self._ready, on_tokens)
 
     def _run_alone(
         self, model: Any, processor: Any, inputs: Any, config: GenerationConfig, streamer: Any
@@ -207,26 +198,6 @@ class RequestGeneration(GenerateManager):
         return self.submit(model.generate, **arguments, assistant=assistant, streamer=streamer)
 
 
-class SpeculativeState(GenerationState):
-    """Generation state that gives each request of a handler a `RequestGeneration`."""
-
-    def __init__(self, manager: SpeculativeManager):
-        super().__init__()
-        self.manager = manager
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
-        """Return the manager of one response; called once per request."""
-        return RequestGeneration(self.manager)
-
-    def is_cb_alive(self) -> bool:
-        """Return the state that `/health` reports."""
-        return self.manager.is_alive
-
-    def shutdown(self) -> None:
-        """Stop running and waiting requests."""
-        self.manager.stop()
-
-
 class _Streamer(DirectStreamer):
     """Streamer of transformers' server for a sequence of the batch."""
 
@@ -234,12 +205,10 @@ class _Streamer(DirectStreamer):
     _ended = False
 
     def follow(self, future: Future[Any]) -> None:
-        """End the stream when the future of the sequence ends."""
         self._future = future
         future.add_done_callback(self._finish)
 
     def cancel(self) -> None:
-        """Cancel the sequence, running or waiting."""
         if self._future is not None:
             self._future.cancel()
         super().cancel()
@@ -263,8 +232,6 @@ class _Streamer(DirectStreamer):
 
 
 class _StopWhenCancelled(BaseStreamer):
-    """Streamer that stops `generate()` once its future is cancelled."""
-
     future: Future[Any] | None = None
 
     def put(self, value: torch.Tensor) -> None:
@@ -272,14 +239,4 @@ class _StopWhenCancelled(BaseStreamer):
             raise StoppedError()
 
     def end(self) -> None:
-        """Do nothing."""
-
-
-@contextmanager
-def _counted(scheduler: Scheduler) -> Iterator[None]:
-    """Count a request that is rejected before its generation starts."""
-    try:
-        yield
-    except (RequestError, TypeError, ValueError):
-        scheduler.count("refused")
-        raise
+        pass

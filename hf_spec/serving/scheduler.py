@@ -20,8 +20,8 @@ from hf_spec.common.errors import SpecError
 from hf_spec.common.outputs import SpecRequestOutput, SpecStats
 from hf_spec.engine.decode.continuous_batching import OpenBatch
 from hf_spec.generation.open_generation import OpenGeneration, Ready
-from hf_spec.serving.errors import QueueFullError, SequenceError, StoppedError
-from hf_spec.serving.metrics import Counts, Load
+from hf_spec.serving.errors import RequestError, StoppedError
+from hf_spec.serving.metrics import Counts
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,15 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class _Call:
-    """Call that needs the model exclusively."""
-
     work: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:
-        if self.future.done():
-            return
-        try:
-            _set_outcome(self.future, self.work())
-        except Exception as error:  # noqa: BLE001 - raised by `future.result()`
-            _set_outcome(self.future, error=error)
+        if not self.future.done():
+            try:
+                _set_outcome(self.future, self.work())
+            except Exception as error:  # noqa: BLE001 - raised by `future.result()`
+                _set_outcome(self.future, error=error)
 
 
 def _set_outcome(future: Future[Any], result: Any = None, error: Exception | None = None) -> bool:
@@ -86,9 +83,7 @@ class Scheduler:
     def submit(self, ready: Ready, on_tokens: Callable[[list[int]], None]) -> Future[list[int]]:
         """Queue a request; `on_tokens` is called with its new tokens as soon as they are final.
 
-        Raises:
-            QueueFullError: if `max_waiting` requests wait.
-            StoppedError: after `stop`.
+        Raises `RequestError` if `max_waiting` requests wait, and `StoppedError` after `stop`.
         """
         return self._enqueue(_Sequence(ready, on_tokens))
 
@@ -103,15 +98,14 @@ class Scheduler:
 
     @property
     def counts(self) -> Counts:
-        """Totals up to the latest step."""
+        """Totals up to the latest step, and the current load."""
         with self._changed:
-            return replace(self._published, outcomes=self._outcomes.copy())
-
-    @property
-    def load(self) -> Load:
-        """Running sequences and waiting requests."""
-        with self._changed:
-            return Load(len(self._running), self._num_waiting())
+            return replace(
+                self._published,
+                outcomes=self._outcomes.copy(),
+                queue_length=self._num_waiting(),
+                running=len(self._running),
+            )
 
     @property
     def is_alive(self) -> bool:
@@ -119,11 +113,7 @@ class Scheduler:
         return self._thread.is_alive()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Fail all requests with `StoppedError` and end the thread after its current step.
-
-        Args:
-            timeout: seconds to wait for the thread.
-        """
+        """Fail all requests with `StoppedError`; wait `timeout` seconds for the current step."""
         with self._changed:
             self._stopping = True
             pending = [*self._waiting, *self._running.values()]
@@ -138,9 +128,15 @@ class Scheduler:
     def _enqueue(self, item: Any) -> Future[Any]:
         with self._changed:
             if self._stopping:
+                self._outcomes["refused"] += 1
                 raise StoppedError()
             if (number := self._num_waiting()) >= self._max_waiting:
-                raise QueueFullError(number)
+                self._outcomes["refused"] += 1
+                raise RequestError(
+                    429,
+                    f"{number} requests wait already; try again later",
+                    headers={"Retry-After": "1"},
+                )
             self._waiting.append(item)
             self._changed.notify()
         return item.future
@@ -193,21 +189,18 @@ class Scheduler:
                 assert output is not None
                 self._finish(output)
         for sequence in self._dequeue(batch.num_free):
-            self._add(batch, sequence)
+            request = sequence.ready.request
+            try:
+                batch.add(request, sequence.ready.prepared)
+            except SpecError as error:
+                # For example a processor that cannot be copied.
+                with self._changed:
+                    del self._running[request.request_id]
+                self._resolve(sequence, error=error)
+            else:
+                prompt_tokens = self._finished.prompt_tokens + len(request.prompt)
+                self._finished = replace(self._finished, prompt_tokens=prompt_tokens)
         return batch.unfinished and not self._stopping
-
-    def _add(self, batch: OpenBatch, sequence: _Sequence) -> None:
-        ready = sequence.ready
-        try:
-            batch.add(ready.request, ready.prepared)
-        except SpecError as error:
-            # For example a processor that cannot be copied.
-            with self._changed:
-                del self._running[ready.request.request_id]
-            self._resolve(sequence, error=error)
-            return
-        prompt_tokens = self._finished.prompt_tokens + len(ready.request.prompt)
-        self._finished = replace(self._finished, prompt_tokens=prompt_tokens)
 
     def _dequeue(self, limit: int) -> list[_Sequence]:
         """Remove at most `limit` sequences from the head of the queue, up to the first call."""
@@ -244,7 +237,8 @@ class Scheduler:
         assert output.spec_stats is not None
         self._finished = self._finished.plus(SpecStats([output.spec_stats]))
         if output.error is not None:
-            self._resolve(sequence, error=SequenceError(output.error))
+            message = f"the response cannot be generated with these settings: {output.error}"
+            self._resolve(sequence, error=RequestError(422, message))
         else:
             self._resolve(sequence, output.generated_tokens)
 

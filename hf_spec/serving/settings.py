@@ -51,11 +51,6 @@ class ServeSettings(Settings):
     client_templates: bool = False
     management: bool = False
 
-    @property
-    def is_loopback(self) -> bool:
-        """True if only this machine can connect."""
-        return is_loopback(self.host)
-
 
 def is_loopback(name: str) -> bool:
     """Return True for `localhost` and for the addresses of the loopback interface."""

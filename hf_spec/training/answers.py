@@ -21,8 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.adapter import BaseModel
-from hf_spec.adapters.base_name import local_name
+from hf_spec.adapters.adapter import BaseModel, local_name
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import atomic_write
 from hf_spec.engine.forward.draft_tree import DraftTree
@@ -103,34 +102,27 @@ def stored(
     compute: Callable[[Sequence[Response]], dict[str, Tensor]],
     length: Callable[[Response], int] = answer_len,
 ) -> Iterator[tuple[Response, dict[str, Tensor]]]:
-    """Yield the result of `compute` for every answer, computed if `folder` lacks it.
+    """Yield each answer with its part of the tensors, on the CPU, computed if `folder` lacks it.
 
     Args:
         folder: created if it is missing; one safetensors file per 256 answers.
         name: name of the files and of the progress bar.
         responses: in a fixed order, none of them empty; more may be appended between calls.
-        facts: what the result depends on besides the answers.
+        facts: what the result depends on besides the answers; others raise `OptionError`.
         compute: answers -> tensors whose first dimension is the concatenated tokens of all answers.
         length: entries of that dimension per answer.
-
-    Yields:
-        Each answer with its own part of the tensors, on the CPU.
-
-    Raises:
-        OptionError: if `folder` holds the results of other facts or answers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(responses), SHARD_RESPONSES)
     for index, start in enumerate(tqdm(starts, desc=name, disable=None)):
         shard = responses[start : start + SHARD_RESPONSES]
-        digests = [_digest(response) for response in shard]
         path = _shard(folder, name, index)
-        num_stored = _check(path, facts, digests) if path.exists() else 0
+        num_stored = _check(path, facts, list(map(_digest, shard))) if path.exists() else 0
         if num_stored < len(shard):
             with torch.inference_mode():
                 tensors = compute(shard)
             write_shard(folder, name, index, shard, facts, tensors)
-        lengths = [length(response) for response in shard]
+        lengths = list(map(length, shard))
         columns = {key: tensor.split(lengths) for key, tensor in load_file(path).items()}
         for position, response in enumerate(shard):
             yield response, {key: column[position] for key, column in columns.items()}
@@ -145,7 +137,7 @@ def write_shard(
     tensors: dict[str, Tensor],
 ) -> None:
     """Write one file of `stored`, with the results of up to 256 answers, from 256 * `index` on."""
-    digests = json.dumps([_digest(response) for response in responses])
+    digests = json.dumps(list(map(_digest, responses)))
     with atomic_write(_shard(folder, name, index)) as part:
         save_file(tensors, part, metadata={**facts, "answers": digests})
 
@@ -170,11 +162,7 @@ def _check(path: Path, facts: dict[str, str], digests: Sequence[str]) -> int:
 
 
 def read_metadata(path: Path, remedy: str) -> dict[str, str]:
-    """Return the metadata of a safetensors file that a run has stored.
-
-    Raises:
-        OptionError: if the file is damaged or cut off; the message ends with `remedy`.
-    """
+    """Return the metadata of a safetensors file; if it is damaged, raise with `remedy`."""
     try:
         with safe_open(path, "pt") as file:
             return dict(file.metadata() or {})
@@ -189,11 +177,9 @@ def _digest(response: Response) -> str:
 
 @dataclass(frozen=True)
 class Example:
-    """An answer of T tokens with the target's predictions.
+    """An answer of T tokens with the target's K most probable tokens at each position.
 
-    Attributes:
-        top_tokens: (T, K) int64, the target's K most probable tokens at each position.
-        top_probs: (T, K) float32, their probabilities over the whole vocabulary.
+    `top_tokens` is (T, K) int64; `top_probs` is (T, K) float32, over the whole vocabulary.
     """
 
     response: Response
@@ -210,13 +196,9 @@ class Example:
 def teacher_examples(
     model: PreTrainedModel, responses: Sequence[Response], folder: Path, top: int = 32
 ) -> list[Example]:
-    """Return examples with the `top` K tokens, computed if `folder` lacks them.
+    """Return examples with the `top` K tokens, computed if `folder` lacks them; see `stored`.
 
-    The answers are in a fixed order; more may be appended between calls. `folder` takes about 6 x K
-    bytes per answer token.
-
-    Raises:
-        OptionError: if `folder` was made with another model, K or other answers.
+    `folder` takes about 6 x K bytes per answer token.
     """
 
     def compute(shard: Sequence[Response]) -> dict[str, Tensor]:

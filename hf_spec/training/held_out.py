@@ -41,8 +41,7 @@ def learned_and_held(
 ) -> tuple[list[Answered], list[Answered]]:
     """Return `split_by_hash` of answers by their prompts; `kind` names the items in messages.
 
-    Raises:
-        OptionError: if nothing is left to train on or to evaluate with.
+    Raises `OptionError` if nothing is left to train on or to evaluate with.
     """
     learned, held = split_by_hash(items, share, lambda item: item.response.id)
     if not learned or not held:
@@ -53,10 +52,8 @@ def learned_and_held(
 def split_by_seed(ids: Sequence[str], share: float, seed: int) -> tuple[set[str], set[str]]:
     """Return the prompt ids to train on and the held-out ones, a rounded `share` of all.
 
-    Each side has at least one. The order of `ids` does not matter.
-
-    Raises:
-        OptionError: if there are fewer than two prompts.
+    Each side has at least one. The order of `ids` does not matter. Fewer than two raise
+    `OptionError`.
     """
     prompts = sorted(set(ids))
     if len(prompts) < 2:
@@ -72,23 +69,17 @@ def split_by_seed(ids: Sequence[str], share: float, seed: int) -> tuple[set[str]
 
 
 def by_slot(right: Sequence[Sequence[bool]], length: int | None = None) -> dict[str, float]:
-    """Return the accuracy of each token of a draft.
+    """Return the accuracy of each token of a draft of `length` tokens, by default the longest one.
 
-    Args:
-        right: per draft, True for each token that is right; drafts may be cut short.
-        length: tokens of a whole draft; None for the longest one.
-
-    Returns:
-        "slot_j", the share of right tokens at position j, from 1; "slot_j_given", the share among
-        drafts whose tokens before j are right. 0 if there are none.
+    "slot_j" is the share of right tokens at position j, from 1; "slot_j_given" is the share among
+    drafts whose tokens before j are right. 0 if there are none. Drafts in `right` may be cut short.
     """
     figures: dict[str, float] = {}
     for slot in range(max(map(len, right), default=0) if length is None else length):
         seen = [row for row in right if len(row) > slot]
         before = [row for row in seen if all(row[:slot])]
         for name, rows in (("", seen), ("_given", before)):
-            share = sum(row[slot] for row in rows) / max(len(rows), 1)
-            figures[f"slot_{slot + 1}{name}"] = share
+            figures[f"slot_{slot + 1}{name}"] = sum(r[slot] for r in rows) / max(len(rows), 1)
     return figures
 
 
@@ -108,15 +99,11 @@ def tau(runs: Sequence[Sequence[int]]) -> float:
 
 
 def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:
-    """Return accuracy by slot and tau of chains.
+    """Return `by_slot`, tau and alpha of chains.
 
-    Args:
-        matches: per text (drafts, length) bool, True for right tokens.
-
-    Returns:
-        "slot_j" and "slot_j_given" as in `by_slot`; "tau", accepted tokens per round of greedy
-        chains of that length; "alpha", the share of all tokens that were drafted (Gao et al. 2024,
-        arXiv 2412.12639).
+    `matches` has per text (drafts, length) bool, True for right tokens. "tau" is the number of
+    accepted tokens per round of greedy chains of that length, "alpha" the share of all tokens that
+    were drafted (Gao et al. 2024, arXiv 2412.12639).
     """
     figures = by_slot([row for match in matches for row in match.tolist()])
     figures["tau"] = tau([match.long().cumprod(dim=1).sum(dim=1).tolist() for match in matches])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,13 +28,10 @@ class ResultTable(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Outcome of a training.
+    """Figures of a training on the held-out answers, by name; a table is shown instead of them.
 
-    Attributes:
-        figures: figures on the held-out answers, by name.
-        table: shown instead of the figures.
-        whole_model: True if the output folder is a model of its own, not a part for the target.
-        next_step: suggested next step; None for `hf-spec bench` of the result.
+    `whole_model` is True if the output folder is a model of its own, not a part for the target.
+    `next_step` is suggested to the user; None for `hf-spec bench` of the result.
     """
 
     figures: Mapping[str, float]
@@ -47,17 +44,10 @@ class TrainingResult:
 class TrainingJob:
     """Options of one run of `hf-spec train`, and the data that they name.
 
-    Attributes:
-        files: files of answers.
-        out: folder of the result.
-        settings: the method's settings.
-        load_target: loads the target model.
-        load_tokenizer: loads its tokenizer.
-        run: `TrainSettings`; None for a method with its own training loop.
-        data: `TeacherOptions` or `FeatureOptions`.
-        options: the method's further options.
-        several_files: True if a named data folder has one folder inside for every file.
-        notify: shows a message to the user.
+    `files` are files of answers, `out` is the folder of the result. `settings` and `options` belong
+    to the method, `run` to the shared training loop (`TrainSettings`), `data` to the computed data
+    (`TeacherOptions` or `FeatureOptions`). With `several_files`, a named data folder has one folder
+    inside for every file. `notify` shows a message to the user.
     """
 
     files: Sequence[Path]
@@ -82,7 +72,7 @@ class TrainingJob:
 
     def examples(self) -> list[Example]:
         """Return the answers of all files with the target's next-token distributions."""
-        compute = lambda answers, folder: teacher_examples(self.target, answers, folder)  # noqa: E731
+        compute = partial(teacher_examples, self.target)
         return self.per_file(self.data.teacher, "teacher", compute)
 
     def texts(self, layers: Sequence[int]) -> list[Text]:

@@ -10,11 +10,11 @@ interrupted run resumes after the last whole line.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from abc import abstractmethod
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from hf_spec.adapters.adapter import source_path
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import check_regular, parse_json, resume_lines
 from hf_spec.common.prompts import Prompt
-from hf_spec.engine.decode.drafter import NoDrafter
-from hf_spec.training.answer_keys import answer_keys, check_answered, model_facts
 from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
 
 FORMAT = "hf_spec.responses"
+KEY_LENGTH = 16
+# Integers of each size, by which any dtype can be summed exactly.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,6 @@ class Response:
 FIELDS = tuple(field.name for field in fields(Response))
 
 
-class Recorder(NoDrafter):
-    """Drafter that proposes nothing and records generations."""
-
-    @abstractmethod
-    def keep(self, answers: Sequence[Response], first: int) -> None:
-        """Store the records of the latest generation, whose rows became `answers`.
-
-        `first` is the index of the first answer in its file.
-        """
-
-
 def generate_responses(  # noqa: PLR0913 - prompts, file, settings, and callbacks
     model: PreTrainedModel,
     tokenizer: Any,
@@ -76,28 +68,16 @@ def generate_responses(  # noqa: PLR0913 - prompts, file, settings, and callback
     settings: ResponseSettings,
     batch_size: int = BATCH_SIZE,
     progress: Callable[[int, int], None] = lambda done, tokens: None,
-    recorder: Recorder | None = None,
+    recorder: Any = None,
 ) -> int:
     """Write the answers of `model` to JSON lines in `path`, resuming from what it already holds.
 
     Answers are matched with prompts by content, so prompts may be reordered or added between calls.
+    The tokenizer may have a chat template. `progress` is called after every batch with its numbers
+    of prompts and of new tokens. A `FeatureRecorder` stores the features of the answers too.
 
-    Args:
-        model: the target.
-        tokenizer: its tokenizer, with or without a chat template.
-        prompts: the prompts to answer.
-        path: file of answers.
-        settings: lengths and sampling.
-        batch_size: prompts per batch.
-        progress: called after every batch with its numbers of prompts and of new tokens.
-        recorder: stores more than the answers.
-
-    Returns:
-        The number of prompts that were skipped because they are too long.
-
-    Raises:
-        OptionError: if `path` was written by another model or with other settings, or holds answers
-            to other prompts.
+    Returns the number of prompts that were skipped because they are too long. Raises `OptionError`
+    if `path` is of another model or other settings, or holds answers to other prompts.
     """
     head = {"format": FORMAT, **model_facts(model), **asdict(settings)}
     encoded = [(p, p.encode(tokenizer)[0]) for p in prompts]
@@ -129,10 +109,8 @@ def generate_responses(  # noqa: PLR0913 - prompts, file, settings, and callback
 def read_responses(path: Path) -> Iterator[Response]:
     """Yield the answers in a file of `generate_responses`, even while it is written.
 
-    An incomplete last line is skipped.
-
-    Raises:
-        OptionError: if it is another file, or a line is not a prompt with an answer.
+    An incomplete last line is skipped. Raises `OptionError` if it is another file, or a line is not
+    a prompt with an answer.
     """
     check_regular(path)
     with path.open("rb") as file:
@@ -150,7 +128,6 @@ def read_responses(path: Path) -> Iterator[Response]:
 
 
 def _response(where: str, line: bytes) -> Response:
-    """Return the answer that a line holds."""
     row = parse_json(line, where)
     try:
         response = Response(**{name: row[name] for name in FIELDS if name in row})
@@ -169,9 +146,14 @@ def _response(where: str, line: bytes) -> Response:
 
 def end_tokens(model: PreTrainedModel) -> set[int]:
     """Return the end-of-sequence tokens of a model."""
-    config: Any = model.generation_config
-    ends = config.eos_token_id
+    ends: Any = model.generation_config.eos_token_id
     return set(ends) if isinstance(ends, list) else {ends} - {None}
+
+
+def until_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """Return the tokens up to and including the first end-of-sequence token."""
+    length = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: length + 1]
 
 
 def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[int]) -> Tensor:
@@ -193,8 +175,7 @@ def answer_vocabulary(
 ) -> Tensor | None:
     """Return (R,) int64, the end tokens and the most frequent tokens of the answers.
 
-    If the answers have fewer than `size` different tokens, those of the prompts are added. None for
-    no limit.
+    Tokens of the prompts are added if the answers have fewer than `size`. None for no limit.
     """
     if size is None:
         return None
@@ -211,7 +192,7 @@ def _answer(
     prompts: Sequence[Tensor],
     settings: ResponseSettings,
     ends: set[int],
-    recorder: Recorder | None,
+    recorder: Any,
 ) -> list[list[int]]:
     """Return the answers to prompts of any lengths, cut after their end-of-sequence token."""
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
@@ -229,8 +210,55 @@ def _answer(
             spec_strategy="none",
             assistant=recorder,
         )
-    answers = []
-    for row in output[:, rows.shape[1] :].tolist():
-        end = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
-        answers.append(row[: end + 1])
-    return answers
+    return [until_end(row, ends) for row in output[:, rows.shape[1] :].tolist()]
+
+
+def model_facts(model: PreTrainedModel) -> dict[str, str]:
+    """Return what identifies a model in a file of answers: its path, weights and dtype."""
+    return {
+        "model": source_path(model),
+        "weights": weights_digest(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """Return a digest of all weights, the same on every device; it reads each weight once."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if isinstance(tensor, Tensor):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(json.dumps(_bit_sums(tensor)).encode())
+    return digest.hexdigest()[:KEY_LENGTH]
+
+
+def _bit_sums(tensor: Tensor) -> list[int]:
+    """Sum the bits of a tensor as integers, chunk by chunk; exact in any order of summation."""
+    if tensor.is_meta or not tensor.numel():
+        return []
+    bits = tensor.detach().reshape(-1).view(INTEGERS.get(tensor.itemsize, torch.int64))
+    return torch.stack([part.sum(dtype=torch.int64) for part in bits.split(CHUNK)]).tolist()
+
+
+def answer_keys(facts: Mapping[str, Any], prompts: Iterable[Sequence[int]]) -> list[str]:
+    """Return the key of every prompt's answer.
+
+    `facts` are what else the answers depend on: the model and the settings, as JSON values.
+    `prompts` are token ids with the chat template. Each of several equal prompts has its own key.
+    """
+    run, seen, keys = json.dumps(facts, sort_keys=True), Counter[str](), []
+    for prompt in prompts:
+        text = json.dumps(list(prompt))
+        digest = hashlib.sha256(f"{run}\n{text}\n{seen[text]}".encode())
+        seen[text] += 1
+        keys.append(digest.hexdigest()[:KEY_LENGTH])
+    return keys
+
+
+def check_answered(path: Path, answered: Iterable[str | None], keys: Iterable[str]) -> None:
+    """Reject a file with answers whose keys are not among the `keys` of this run's prompts."""
+    if others := set(answered) - set(keys):
+        raise OptionError(
+            f"{path} holds answers to {len(others)} prompts that are not among the prompts of this "
+            "run; choose another file, delete this one, or add the missing prompts"
+        )

@@ -1,4 +1,7 @@
-"""Settings that all trainings share: how answers are generated and how a training runs."""
+"""Settings that all trainings share, and descriptions of trainings.
+
+`hf-spec train NAME` is built from a description, `TRAINING` in the `settings.py` of a method.
+"""
 
 # Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
@@ -6,6 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from hf_spec.common.settings import Count, Internal, Settings, Share, Weight
 
@@ -65,3 +70,78 @@ class TrainSettings(Settings):
             return self.learning_rate * (step + 1) / rising
         progress = (step - rising) / max(1, num_steps - rising)
         return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True)
+class TeacherOptions(Settings):
+    """Storage of the target's next-token distributions.
+
+    Attributes:
+        teacher: folder for the target's next-token distributions. Default: beside the answers.
+    """
+
+    teacher: Path | None = None
+
+
+@dataclass(frozen=True)
+class FeatureOptions(Settings):
+    """Storage of the target's features.
+
+    Attributes:
+        features: folder for the target's features. Default: beside the answers.
+        store: keep the features on disk, or compute them in every step.
+    """
+
+    features: Path | None = None
+    store: bool = True
+
+
+@dataclass(frozen=True)
+class StartOptions(Settings):
+    """Starting point of a head.
+
+    Attributes:
+        init: head to start from: folder or Hub id; sizes must agree.
+    """
+
+    init: str | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training that `hf-spec train NAME` runs.
+
+    Attributes:
+        name: name of the command.
+        help: help text of the command.
+        settings: class of the method's settings.
+        function: "module:function" of the training; takes a `TrainingJob`, returns a
+            `TrainingResult`.
+        result: what the training writes, for the help of --out.
+        strategy: strategy of the `hf-spec bench` command that is suggested at the end.
+        run: defaults of the shared training loop; None if the method has its own loop.
+        teacher: True if it reads the target's next-token distributions.
+        features: hidden states of the target that it reads: "last", the last ones; "fused", those
+            of several layers; None if it reads none.
+        options: further options of the command.
+        several_files: True if --responses may be repeated.
+    """
+
+    name: str
+    help: str
+    settings: type[Settings]
+    function: str
+    result: str
+    strategy: str
+    run: TrainSettings | None = None
+    teacher: bool = False
+    features: Literal["last", "fused"] | None = None
+    options: type[Settings] | None = None
+    several_files: bool = True
+
+    @property
+    def data_options(self) -> type[Settings] | None:
+        """Options of the data that is computed from the answers and cached beside them."""
+        if self.features is not None:
+            return FeatureOptions
+        return TeacherOptions if self.teacher else None

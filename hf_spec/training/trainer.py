@@ -7,10 +7,16 @@ numbers are seeded by the step, so a resumed run equals an uninterrupted one.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import shlex
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,17 +26,23 @@ from accelerate.utils import DistributedType, parse_flag_from_env
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.common.errors import OptionError, UnsupportedError
-from hf_spec.common.files import atomic_write
+from hf_spec.common.files import atomic_write, write_json
+from hf_spec.common.machine import environment, has_bfloat16
 from hf_spec.training.answers import LEARNED_FROM, agrees, read_metadata
-from hf_spec.training.run_record import record_start
 from hf_spec.training.settings import TrainSettings
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
+RUN = "run.json"
+# `environment` has the versions of torch, transformers and hf_spec.
+PACKAGES = ("accelerate", "huggingface_hub", "peft", "safetensors", "tokenizers")
+HALF = (torch.bfloat16, torch.float16)
+_options: ContextVar[Mapping[str, Any] | None] = ContextVar("options", default=None)
 
 Item = TypeVar("Item")
 
@@ -40,13 +52,10 @@ Loss = tuple[Tensor, int]
 
 @dataclass(frozen=True)
 class MicroBatch(Generic[Item]):
-    """Items of one forward and backward pass.
+    """Texts or examples of one forward and backward pass, in an epoch counted from 0.
 
-    Attributes:
-        items: texts or examples.
-        epoch: counted from 0.
-        seed: seed of all random numbers of the batch, independent of the process that runs it.
-        done: share of the run before this batch.
+    `seed` is that of all its random numbers, independent of the process that runs it. `done` is the
+    share of the run before it.
     """
 
     items: Sequence[Item]
@@ -72,15 +81,11 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
         epochs: epoch -> its micro-batches in order, the same on every call.
         settings: rates, lengths and seed.
         folder: gets `metrics.jsonl` (one JSON object per line), `run.json` and the checkpoint.
-        evaluate: returns figures on the held-out set.
+        evaluate: returns figures on the held-out set; the last ones are returned.
         facts: what a checkpoint must agree with besides `settings`.
 
-    Returns:
-        The figures of the trained parameters.
-
-    Raises:
-        OptionError: if the checkpoint comes from a run with other settings.
-        UnsupportedError: if the processes are set up to shard the trained parameters.
+    A checkpoint of a run with other settings raises `OptionError`; processes that are set up to
+    shard the trained parameters raise `UnsupportedError`.
     """
     trained = list(parameters.values())
     accelerator = Accelerator(cpu=trained[0].device.type == "cpu")
@@ -100,8 +105,7 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
         for batches in map(epochs, range(settings.epochs))
         for start in range(0, len(batches), settings.accumulate)
     ]
-    num_steps = len(steps)
-    main = accelerator.is_main_process
+    num_steps, main = len(steps), accelerator.is_main_process
     if main:
         _cut_metrics(folder / METRICS, done)
     if main and done < num_steps:
@@ -149,7 +153,6 @@ def save_trained(folder: Path, adapter: SpecAdapter) -> SpecAdapter:
 
 
 def _check_whole(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise `UnsupportedError` if processes would shard the trained weights."""
     sharing = [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM]
     # On a CPU accelerate ignores the options of its launcher.
     requested = [kind for kind in sharing if parse_flag_from_env(f"ACCELERATE_USE_{kind.value}")]
@@ -217,15 +220,11 @@ def micro_batches(
     def epochs(epoch: int) -> list[MicroBatch[Item]]:
         batches = shuffled_batches(lengths, settings.batch_tokens, settings.seed, epoch)
         first = (settings.seed * 1009 + epoch) * 1_000_003
-        return [
-            MicroBatch(
-                [items[item] for item in batch],
-                epoch,
-                first + index,
-                (epoch + index / len(batches)) / settings.epochs,
-            )
-            for index, batch in enumerate(batches)
-        ]
+        micro = []
+        for index, batch in enumerate(batches):
+            done = (epoch + index / len(batches)) / settings.epochs
+            micro.append(MicroBatch([items[i] for i in batch], epoch, first + index, done))
+        return micro
 
     return epochs
 
@@ -254,11 +253,7 @@ def _save(
 
 
 def _load(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: Any, run: Any) -> int:
-    """Resume from a checkpoint, if there is one, and return the number of its steps.
-
-    Raises:
-        OptionError: if it is damaged, or of a run with other settings.
-    """
+    """Resume from a checkpoint, if there is one, and return the number of its steps."""
     path = folder / CHECKPOINT
     if not path.exists():
         return 0
@@ -287,3 +282,42 @@ def _load(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: Any, 
         parameter.data.copy_(states[name].pop("value"))
         optimizer.state[parameter] = states[name]
     return step
+
+
+def mixed_precision(model: PreTrainedModel) -> torch.autocast:
+    """Return autocast to bfloat16, disabled for float32 models on CPUs without bfloat16.
+
+    Those CPUs emulate bfloat16 matmuls, which is several times slower than float32.
+    """
+    # Half-precision models need autocast to combine weights and states of different dtypes.
+    enabled = model.device.type != "cpu" or model.dtype in HALF or has_bfloat16()
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)
+
+
+@contextmanager
+def with_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Add `options`, all options of the command, to the run records of starts within."""
+    token = _options.set(options)
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
+def record_start(
+    folder: Path, settings: Mapping[str, Any], step: int, device: torch.device
+) -> None:
+    """Add this start, after `step` steps, to those in the run record beside a checkpoint."""
+    path = folder / RUN
+    starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if path.exists() else []
+    start = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "options": _options.get(),
+        "settings": settings,
+        "step": step,
+        "environment": environment(device),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+    # default=str writes paths as the user typed them.
+    write_json(path, {"starts": [*starts, start]}, default=str)

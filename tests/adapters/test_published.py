@@ -50,7 +50,11 @@ class TestRead:
         known = sample("eagle3")
         found = read_published(known.folder)
         assert found is not None
-        assert (found.family, found.strategy, found.name) == ("eagle3", "eagle", known.folder)
+        assert (found.family, found.record.strategy, found.name) == (
+            "eagle3",
+            "eagle",
+            known.folder,
+        )
         assert found.config == plain_config()
         weight = found.tensors["midlayer.hidden_norm.weight"]
         assert torch.equal(weight, known.tensors["layers.0.hidden_norm.weight"])

@@ -20,8 +20,8 @@ from hf_spec.cli.options import (
     from_settings,
 )
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, setting_fields
-from hf_spec.evaluation.bench import settings as bench
-from hf_spec.evaluation.lossless.settings import SamplingPlan, VerificationPlan
+from hf_spec.evaluation import settings as bench
+from hf_spec.evaluation.settings import SamplingPlan, VerificationPlan
 from hf_spec.methods.disco.settings import DiscoTrainSettings
 from hf_spec.methods.draft_model.settings import DraftTrainSettings
 from hf_spec.methods.falcon.settings import CsgdSettings, FalconShape, FalconTrainSettings

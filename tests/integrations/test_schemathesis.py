@@ -18,7 +18,7 @@ pytest.importorskip("schemathesis", reason="needs the extra 'test'")
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings, strategies
 
-from hf_spec.serving.bodies import ChatRequest, CompletionRequest, ResponseRequest, TextRequest
+from hf_spec.serving.routes import ChatRequest, CompletionRequest, ResponseRequest, TextRequest
 
 pytestmark = pytest.mark.integration
 

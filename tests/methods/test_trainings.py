@@ -10,7 +10,7 @@ import pytest
 from hf_spec.methods import trainings
 from hf_spec.methods.registry import known_strategies
 from hf_spec.methods.trainings import known_trainings
-from hf_spec.training.description import Training
+from hf_spec.training.settings import Training
 
 TRAININGS = known_trainings()
 

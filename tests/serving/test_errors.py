@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hf_spec.serving.errors import QueueFullError, RequestError, SequenceError, StoppedError
+from hf_spec.serving.errors import RequestError, StoppedError
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,8 @@ from hf_spec.serving.errors import QueueFullError, RequestError, SequenceError, 
         (RequestError(400, "x"), 400, "invalid_request_error"),
         (RequestError(401, "x"), 401, "authentication_error"),
         (RequestError(403, "x"), 403, "permission_error"),
-        (QueueFullError(3), 429, "rate_limit_error"),
-        (SequenceError("x"), 422, "invalid_request_error"),
+        (RequestError(422, "x"), 422, "invalid_request_error"),
+        (RequestError(429, "x"), 429, "rate_limit_error"),
         (StoppedError(), 503, "server_error"),
         (RequestError(500, "x"), 500, "server_error"),
     ],

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from hf_spec import LookupConfig
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.serving.errors import StoppedError
-from hf_spec.serving.manager import RequestGeneration, SpeculativeManager, SpeculativeState
+from hf_spec.serving.manager import RequestGeneration, SpeculativeManager
 from hf_spec.serving.settings import ServeSettings
 from tests import tiny_models
 from tests.serving.conftest import plain, speller
@@ -105,13 +105,12 @@ def test_a_closed_model_is_forgotten_and_opened_again() -> None:
         manager.open(again, speller())
 
 
-def test_the_state_hands_out_a_generation_per_request_and_its_health(model: Any) -> None:
+def test_a_generation_per_request_and_its_health(model: Any) -> None:
     manager = SpeculativeManager("lookup", None, ServeSettings())
     manager.open(model, speller())
-    state = SpeculativeState(manager)
-    one, other = state.get_manager("any"), state.get_manager("any", use_cb=True)
+    one, other = manager.get_manager("any"), manager.get_manager("any", use_cb=True)
     assert isinstance(one, RequestGeneration)
     assert one is not other
-    assert state.is_cb_alive()
-    state.shutdown()
-    assert not state.is_cb_alive()
+    assert manager.is_alive
+    manager.stop()
+    assert not manager.is_alive

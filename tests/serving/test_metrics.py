@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_spec.common.outputs import RowStats, SpecStats
-from hf_spec.serving.metrics import Counts, Load, prometheus_text
+from hf_spec.serving.metrics import Counts, prometheus_text
 
 
 def test_sums_of_batches_and_their_rates() -> None:
@@ -15,9 +15,8 @@ def test_sums_of_batches_and_their_rates() -> None:
 
 
 def test_every_metric_has_help_type_and_value() -> None:
-    text = prometheus_text(
-        Counts({"answered": 3}, generated_tokens=20), Load(2, 7), {("/health", 200): 5}
-    )
+    counts = Counts({"answered": 3}, generated_tokens=20, queue_length=7)
+    text = prometheus_text(counts, {("/health", 200): 5})
     lines = text.splitlines()
     assert text.endswith("\n")
     assert 'hf_spec_requests_total{outcome="answered"} 3' in lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,9 @@ pytest.importorskip("openai", reason="needs the extra 'serve'")
 
 import httpx2
 import openai
+import pydantic
+
+from hf_spec.serving.routes import ChatRequest, CompletionRequest, ResponseRequest, TextRequest
 
 CHAT = {"messages": [{"role": "user", "content": "babebi"}], "max_tokens": 2}
 
@@ -102,3 +106,41 @@ class TestManagement:
         for name in ("/tmp", "another", None, 5):
             assert httpx2.post(url, json={"model": name}).status_code == 404
         assert '"ready"' in httpx2.post(url, json={"model": served.model}).text
+
+
+BODY = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {**BODY, "stop": None, "n": 1, "temperature": 0, "seed": -1}),
+        (ChatRequest, {**BODY, "logit_bias": {"5": -100}, "stop": ["a", "b"], "user": "me"}),
+        (ChatRequest, {"messages": [{"role": "tool", "content": [{"type": "text"}], "id": 5}]}),
+        (CompletionRequest, {"prompt": "", "suffix": "x", "max_tokens": 1}),
+        (ResponseRequest, {"input": [{"role": "user"}], "instructions": "x"}),
+    ],
+)
+def test_a_body_reaches_the_handler_as_it_came(
+    kind: type[TextRequest], body: dict[str, Any]
+) -> None:
+    assert kind.model_validate(body).model_dump(exclude_unset=True) == body
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {}),
+        (ChatRequest, {**BODY, "max_tokens": "5"}),
+        (ChatRequest, {**BODY, "max_tokens": float("inf")}),
+        (ChatRequest, {**BODY, "stream": 1}),
+        (ChatRequest, {**BODY, "temperature": True}),
+        (CompletionRequest, {"prompt": 5}),
+        (CompletionRequest, {"prompt": "a", "best_of": 2}),
+        (ResponseRequest, {"input": []}),
+        (ResponseRequest, {"input": "a", "parallel_tool_calls": None}),
+    ],
+)
+def test_types_are_not_converted(kind: type[TextRequest], body: dict[str, Any]) -> None:
+    with pytest.raises(pydantic.ValidationError):
+        kind.model_validate(body)

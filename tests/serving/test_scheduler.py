@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_spec.serving.errors import QueueFullError, SequenceError, StoppedError
-from hf_spec.serving.metrics import Load
+from hf_spec.serving.errors import RequestError, StoppedError
 from hf_spec.serving.scheduler import Scheduler
 from tests.open_requests import PROMPTS, alone, generation, greedy
 
@@ -43,11 +42,12 @@ def test_every_request_gets_its_own_tokens(scheduler: Scheduler) -> None:
 def test_a_call_has_the_model_to_itself_and_keeps_its_place(scheduler: Scheduler) -> None:
     order: list[str] = []
     first = submit(scheduler, 0, lambda tokens: order.append("first"))
-    call = scheduler.run_alone(lambda: (order.append("call"), scheduler.load)[1])
+    call = scheduler.run_alone(lambda: (order.append("call"), scheduler.counts)[1])
     last = submit(scheduler, 1, lambda tokens: order.append("last"))
     for future in (first, last):
         future.result(LIMIT)
-    assert call.result(LIMIT) == Load(running=0, waiting=1)
+    counts = call.result(LIMIT)
+    assert (counts.running, counts.queue_length) == (0, 1)
     assert order == sorted(order, key=["first", "call", "last"].index)
     failing = scheduler.run_alone(lambda: 1 / 0)
     assert isinstance(failing.exception(LIMIT), ZeroDivisionError)
@@ -65,7 +65,7 @@ def test_cancelled_before_and_while_it_runs(scheduler: Scheduler) -> None:
     waiting = submit(scheduler, 1)
     assert running.cancel()
     assert waiting.cancel()
-    assert scheduler.load.waiting == 0
+    assert scheduler.counts.queue_length == 0
     go_on.set()
     assert submit(scheduler, 2).result(LIMIT) == alone(PROMPTS[2], greedy())
     assert scheduler.counts.outcomes == {"cancelled": 2, "answered": 1}
@@ -108,8 +108,9 @@ def test_no_more_wait_than_may() -> None:
     submit(scheduler, 0, hold)
     assert started.wait(LIMIT)
     waits = submit(scheduler, 1)
-    with pytest.raises(QueueFullError, match="1 requests wait already"):
+    with pytest.raises(RequestError, match="1 requests wait already") as full:
         submit(scheduler, 2)
+    assert (full.value.status, full.value.headers) == (429, {"Retry-After": "1"})
     go_on.set()
     assert waits.result(LIMIT)
     scheduler.stop(LIMIT)
@@ -124,7 +125,7 @@ def test_an_error_of_one_request_leaves_the_others_exact(scheduler: Scheduler) -
     futures = [submit(scheduler, 0), scheduler.submit(poison, lambda tokens: None)]
     futures += [submit(scheduler, number) for number in (1, 2)]
     error = futures.pop(1).exception(LIMIT)
-    assert isinstance(error, SequenceError)
+    assert isinstance(error, RequestError)
     assert error.status == 422
     assert "IndexError" in str(error)
     found = [future.result(LIMIT) for future in futures]
@@ -140,4 +141,4 @@ def test_stopping_fails_what_is_left_at_once() -> None:
     assert isinstance(futures[-1].exception(0), StoppedError)
     assert all(future.done() for future in futures)
     assert sum(scheduler.counts.outcomes.values()) == 3
-    assert scheduler.load == Load()
+    assert (scheduler.counts.running, scheduler.counts.queue_length) == (0, 0)

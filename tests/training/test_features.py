@@ -9,21 +9,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_spec import OptionError
+from hf_spec.common.prompts import Prompt
 from hf_spec.engine import runner
 from hf_spec.training import answers
 from hf_spec.training import features as module
 from hf_spec.training.features import (
+    LAST,
+    FeatureRecorder,
     disk_need,
     in_words,
     num_features,
     stored_texts,
     text_features,
 )
-from hf_spec.training.responses import Response
+from hf_spec.training.responses import Response, generate_responses, read_responses
 from tests.tiny_models import build
+from tests.training.conftest import SETTINGS
 
 
 def plain(model: PreTrainedModel, response: Response, layer: int = -1) -> torch.Tensor:
@@ -150,3 +154,64 @@ class TestAnotherTarget:
 def test_sizes_in_words() -> None:
     assert in_words(1_600_000_000) == "1.60 GB"
     assert in_words(2_500_000) == "2.5 MB"
+
+
+@pytest.fixture(params=[LAST, (1, 0, *LAST)], ids=["last", "three"])
+def layers(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    """Of which states the features are made."""
+    return tuple(request.param)
+
+
+@pytest.fixture
+def folder(
+    layers: tuple[int, ...],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[Prompt],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """Features of eighteen answers, of which some end early, in files of five, batches of four."""
+    for changed in (answers, module):
+        monkeypatch.setattr(changed, "SHARD_RESPONSES", 5)
+    generate_responses(model, tokenizer, prompts[:6], tmp_path / "first.jsonl", SETTINGS)
+    first, *_ = read_responses(tmp_path / "first.jsonl")
+    model.generation_config.eos_token_id = first.response[4]
+    folder = tmp_path / "answers.features"
+    for known in (prompts[:7], prompts):
+        # As after an interruption: a new recorder goes on in the middle of a file.
+        recorder = FeatureRecorder(model, folder, layers)
+        out = tmp_path / "answers.jsonl"
+        generate_responses(model, tokenizer, known, out, SETTINGS, 4, recorder=recorder)
+    return folder
+
+
+def test_they_are_those_of_the_finished_texts(
+    model: PreTrainedModel, folder: Path, layers: tuple[int, ...]
+) -> None:
+    responses = list(read_responses(folder.with_name("answers.jsonl")))
+    assert len({len(response.response) for response in responses}) > 1
+    expected = text_features(model, responses, layers)
+    for text, states in zip(stored_texts(model, responses, folder, layers), expected, strict=True):
+        assert text.features is not None
+        torch.testing.assert_close(text.features.float(), states, atol=0.02, rtol=0.01)
+
+
+def test_only_what_an_interruption_lost_is_computed_again(
+    model: PreTrainedModel,
+    folder: Path,
+    layers: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed: list[str] = []
+    original = module.text_features
+
+    def watched(model: PreTrainedModel, batch: list, layers: tuple[int, ...]) -> list:
+        computed.extend(response.id for response in batch)
+        return original(model, batch, layers)
+
+    monkeypatch.setattr(module, "text_features", watched)
+    responses = list(read_responses(folder.with_name("answers.jsonl")))
+    stored_texts(model, responses, folder, layers)
+    # The second run began in the middle of the second file.
+    assert computed == [f"p{n}" for n in range(5, 10)]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hf_spec.training.description import FeatureOptions, TeacherOptions
 from hf_spec.training.features import LAST
 from hf_spec.training.job import TrainingJob, data_folder
 from hf_spec.training.responses import Response
+from hf_spec.training.settings import FeatureOptions, TeacherOptions
 from tests.cli.train.cli_files import save_responses
 from tests.tiny_models import build
 

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from hf_spec import OptionError
-from hf_spec.training.settings import ResponseSettings, TrainSettings
+from hf_spec.common.settings import setting_fields
+from hf_spec.training.settings import (
+    FeatureOptions,
+    ResponseSettings,
+    StartOptions,
+    TeacherOptions,
+    Training,
+    TrainSettings,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,3 +34,22 @@ def test_the_rate_rises_and_falls() -> None:
     assert max(rates) == rates[9] == pytest.approx(1.0)
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+ANSWERS_ONLY = Training("try", "Try.", TrainSettings, "module:function", "the adapter", "none")
+
+
+def test_options_follow_from_what_is_read() -> None:
+    for reads, options in (
+        ({}, None),
+        ({"teacher": True}, TeacherOptions),
+        ({"features": "last"}, FeatureOptions),
+        ({"features": "fused"}, FeatureOptions),
+    ):
+        training = Training(**{**vars(ANSWERS_ONLY), **reads})
+        assert training.data_options is options
+
+
+def test_options_are_explained() -> None:
+    for kind in (TeacherOptions, FeatureOptions, StartOptions):
+        assert all(setting.help for setting in setting_fields(kind))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_spec import OptionError
+from hf_spec.training import trainer
 from hf_spec.training.answers import target_facts
 from hf_spec.training.trainer import (
     CHECKPOINT,
     METRICS,
+    RUN,
     TrainSettings,
     micro_batches,
+    mixed_precision,
+    record_start,
     shuffled_batches,
     train,
+    with_options,
 )
 from tests.tiny_models import build
 
@@ -262,3 +269,62 @@ class TestBatches:
 
     def test_a_text_longer_than_the_limit_stands_alone(self) -> None:
         assert sorted(shuffled_batches([50, 2, 3], 10, 0, 0)) == [[0], [1, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("able", [True, False])
+def test_float32_models_wait_for_no_emulation(
+    dtype: torch.dtype, able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(build("llama")).to(dtype)
+    monkeypatch.setattr(trainer, "has_bfloat16", lambda: able)
+    states = torch.randn(2, model.config.hidden_size)
+    with torch.no_grad(), mixed_precision(model):
+        if able or dtype == torch.bfloat16:
+            assert model.get_output_embeddings()(states).dtype == torch.bfloat16
+        else:
+            assert model.get_output_embeddings()(states).dtype == torch.float32
+
+
+CPU = torch.device("cpu")
+
+
+def starts(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / RUN).read_text())["starts"]
+
+
+def test_what_a_start_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["hf-spec", "train", "falcon", "--out", "my head"])
+    with with_options({"out": Path("my head"), "labels": "hard", "rank": 2}):
+        record_start(tmp_path, {"seed": 4}, 0, CPU)
+    [start] = starts(tmp_path)
+    assert start["command"] == "hf-spec train falcon --out 'my head'"
+    assert start["options"] == {"out": "my head", "labels": "hard", "rank": 2}
+    assert start["settings"] == {"seed": 4}
+    assert start["step"] == 0
+    assert start["environment"]["torch"] == torch.__version__
+    assert start["packages"]["peft"]
+    assert datetime.fromisoformat(start["time"]).tzinfo is not None
+
+
+def test_outside_a_command_there_are_no_options(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), with_options({"rank": 2}):
+        raise RuntimeError
+    record_start(tmp_path, {}, 0, CPU)
+    assert starts(tmp_path)[0]["options"] is None
+
+
+def test_a_resumed_training_adds_its_start(tmp_path: Path) -> None:
+    broken = Line()
+    broken.stop_at = 5
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(tmp_path)
+    [first] = starts(tmp_path)
+    Line().fit(tmp_path)
+    again = starts(tmp_path)
+    assert again[0] == first
+    assert [start["step"] for start in again] == [0, SETTINGS.save_every]
+    assert first["settings"]["seed"] == SETTINGS.seed
+    # A finished one that is started again does nothing, and says nothing.
+    Line().fit(tmp_path)
+    assert starts(tmp_path) == again

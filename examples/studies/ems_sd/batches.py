@@ -39,7 +39,7 @@ from hf_spec.common.machine import environment
 from hf_spec.common.outputs import SpecStats
 from hf_spec.common.prompts import Prompt, left_padded, load_prompts
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.evaluation.bench.timing import timed
+from hf_spec.evaluation.bench.runner import timed
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24)
 PLAIN = "plain"

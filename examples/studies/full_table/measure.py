@@ -22,8 +22,8 @@ from hf_spec.common.prompts import load_prompts
 from hf_spec.common.small_models import gemma3_270m, smollm2_135m_instruct
 from hf_spec.evaluation.bench.entries import Entry, parse_entries
 from hf_spec.evaluation.bench.report import markdown
-from hf_spec.evaluation.bench.settings import Suite
 from hf_spec.evaluation.bench.suite import Benchmark
+from hf_spec.evaluation.settings import Suite
 
 # With their defaults.
 DRAFTS = ("draft", "tree", "gsd")

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_spec.common.machine import environment
-from hf_spec.evaluation.bench.step_cost import measure_step_cost
+from hf_spec.evaluation.bench.profiling import measure_step_cost
 from hf_spec.evaluation.bench.tables import Table
 
 

@@ -28,7 +28,7 @@ from examples.studies.kernels.tree_attention import bandwidth
 from hf_spec.backend.device.capture import cuda_graphs
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
-from hf_spec.evaluation.bench.timing import timed
+from hf_spec.evaluation.bench.runner import timed
 
 NAMES = (
     "hidden_size",

@@ -33,8 +33,8 @@ from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.engine.fast.cuda_graphs import WARM_UPS
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
+from hf_spec.evaluation.bench.runner import timed
 from hf_spec.evaluation.bench.tables import Table
-from hf_spec.evaluation.bench.timing import timed
 
 ROWS = (1, 4, 16)
 NODES = (1, 4, 8, 16, 32)

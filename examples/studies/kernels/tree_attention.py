@@ -33,10 +33,10 @@ from hf_spec.engine.forward.kernel_layout import ragged_layout, tensors_of, with
 from hf_spec.engine.forward.packing import pack
 from hf_spec.engine.forward.row_batch import RowWork
 from hf_spec.engine.runner import ModelRunner
-from hf_spec.evaluation.bench.step_cost import tree_of
+from hf_spec.evaluation.bench.profiling import tree_of
+from hf_spec.evaluation.bench.runner import timed
 from hf_spec.evaluation.bench.summary import spread
 from hf_spec.evaluation.bench.tables import Table
-from hf_spec.evaluation.bench.timing import timed
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 2048, 8192, 32768)

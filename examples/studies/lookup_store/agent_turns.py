@@ -25,8 +25,8 @@ import hf_spec
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.contenders import Contender, plain, strategy
+from hf_spec.evaluation.bench.runner import timed
 from hf_spec.evaluation.bench.tables import Table
-from hf_spec.evaluation.bench.timing import timed
 
 OPENINGS = (
     "Request {0}.",

@@ -36,7 +36,7 @@ from hf_spec.common.files import (
     resume_lines,
 )
 from hf_spec.common.prompts import Prompt, load_prompts
-from hf_spec.training.answer_keys import answer_keys, check_answered, model_facts
+from hf_spec.training.responses import answer_keys, check_answered, model_facts
 from hf_spec.training.trainer import processes
 
 FORMAT = "hf_spec.answers"

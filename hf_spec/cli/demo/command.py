@@ -45,8 +45,8 @@ def demo(
     )
     from hf_spec.cli.demo import entries, session
     from hf_spec.cli.demo.replay import Recorder
-    from hf_spec.evaluation.bench.settings import Suite
     from hf_spec.evaluation.bench.suite import Benchmark
+    from hf_spec.evaluation.settings import Suite
 
     chosen = entries.chosen_entries(strategy or (), assistant or ())
     model, tokenizer = session.load()

@@ -1,6 +1,6 @@
 """`hf-spec train ...`: writing answers, and one command for every method that can be trained.
 
-A method describes its training in its `settings.py` (`hf_spec.training.description`); the module
+A method describes its training in its `settings.py` (`hf_spec.training.settings`); the module
 that trains is imported when the command runs.
 """
 
@@ -18,8 +18,7 @@ import typer
 from hf_spec.cli import options
 from hf_spec.cli.train import common
 from hf_spec.methods.trainings import known_trainings
-from hf_spec.training.description import Training
-from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
+from hf_spec.training.settings import BATCH_SIZE, ResponseSettings, Training
 
 train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies need.")
 
@@ -55,9 +54,8 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts, without_benchmark_overlap
-    from hf_spec.training.features import LAST, features_of, fused_layers
+    from hf_spec.training.features import LAST, FeatureRecorder, features_of, fused_layers
     from hf_spec.training.job import data_folder
-    from hf_spec.training.recorded import FeatureRecorder
     from hf_spec.training.responses import generate_responses
 
     options.check_out(out, prompts)

@@ -10,7 +10,7 @@ import typer
 
 from hf_spec.cli import options
 from hf_spec.cli.train.common import Responses, bench_command, show_table
-from hf_spec.evaluation.bench.settings import CalibrationSettings, TreeSettings
+from hf_spec.evaluation.settings import CalibrationSettings, TreeSettings
 
 calibrate = typer.Typer(no_args_is_help=True, help="Choose options by measured speed.")
 

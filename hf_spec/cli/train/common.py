@@ -36,7 +36,7 @@ class RecordedCommand(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, with its options for the run record."""
-        from hf_spec.training.run_record import with_options
+        from hf_spec.training.trainer import with_options
 
         with with_options(ctx.params):
             return super().invoke(ctx)

@@ -1,11 +1,17 @@
-"""Contenders of a benchmark: plain `generate()`, other implementations, and our strategies."""
+"""Contenders of a benchmark: plain `generate()`, other implementations, and our strategies.
+
+Oracle and synthetic contenders draft from the target's recorded output; no config selects them.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +23,14 @@ from transformers.generation import CompileConfig
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.common.outputs import SpecStats
 from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.vocabulary import num_embeddings
+from hf_spec.generation.one_call import generate_with
+from hf_spec.methods.draft_model.loading import DraftConfig
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 
 # Arguments of generate() besides the prompt.
 Settings = Mapping[str, Any]
@@ -39,21 +53,18 @@ class Run:
         return self.sequences[0]
 
 
-# (ids, new_tokens, mask=None): generates from (B, L) ids, left-padded where the (B, L) mask is 0.
+# (ids, new_tokens, mask=None): generates at most `new_tokens` tokens per row from (B, L) ids,
+# left-padded where the (B, L) mask is 0.
 Generate = Callable[..., Run]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Named way to generate.
+    """Named way to generate; `batches` if it supports more than one row.
 
-    Attributes:
-        run: generates at most `new_tokens` tokens per row.
-        prepare: untimed call with the arguments of `run` before its first run. Returns the number
-            of target forwards if counting them needs a call of its own.
-        batches: supports more than one row.
-        compiles: new shapes take minutes, so the warm-up uses the full length.
-        ours: runs in this engine, whose parts can be timed.
+    `prepare` is an untimed call with the arguments of `run` before its first run. It returns the
+    number of target forwards if counting them needs a call of its own. A contender that `compiles`
+    takes minutes for new shapes, so its warm-up has the full length. The parts of `ours` are timed.
     """
 
     name: str
@@ -76,12 +87,11 @@ class BaselineOutputs:
         mask = torch.ones_like(ids) if mask is None else mask
         outputs = []
         for row, visible in zip(ids, mask.bool(), strict=True):
-            prompt = row[visible]
-            key = tuple(prompt.tolist()), new_tokens
+            prompt = row[visible][None]
+            key = tuple(prompt[0].tolist()), new_tokens
             if key not in self._outputs:
-                batch = prompt[None]
-                run = self._contender.run(batch, new_tokens, torch.ones_like(batch))
-                self._outputs[key] = run.sequence[len(prompt) :].tolist()
+                run = self._contender.run(prompt, new_tokens, torch.ones_like(prompt))
+                self._outputs[key] = run.sequence[prompt.shape[1] :].tolist()
             outputs.append(self._outputs[key])
         return outputs
 
@@ -94,8 +104,7 @@ def plain(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
 def compiled(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
     """Return `generate()` with a static cache and transformers' compiled forward pass.
 
-    Raises:
-        UnsupportedError: if this model cannot be compiled here.
+    Raises `UnsupportedError` if this model cannot be compiled here.
     """
     config = CompileConfig()
     # transformers compiles on a GPU by default; a CPU needs this switch.
@@ -191,10 +200,7 @@ def speculative(
     settings: Settings = GREEDY,
     **method: Any,
 ) -> Run:
-    """Generate once in our engine; see `Generate`.
-
-    `method` are the arguments of `generate()` that select the engine.
-    """
+    """Generate once with the arguments in `method`, which select our engine; see `Generate`."""
     options = {**settings, **method, "return_dict_in_generate": True}
     output = _generate(model, ids, new_tokens, mask, **options)
     return Run(output.sequences, output.spec_stats.target_forwards, output.spec_stats)
@@ -224,3 +230,83 @@ def _generate(model: Any, ids: Tensor, new_tokens: int, mask: Tensor | None, **o
     if mask is not None:
         options["attention_mask"] = mask.to(model.device)
     return model.generate(ids.to(model.device), max_new_tokens=new_tokens, **options)
+
+
+def _contender(model: Any, make_drafter: Callable[[Outputs], Drafter], name: str) -> Contender:
+    """Return a contender whose drafter is made from the baseline's outputs in every generation."""
+    baseline = BaselineOutputs(plain(model))
+
+    def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
+        decode = partial(generate_with, make_drafter(baseline(ids, new_tokens, mask)))
+        return speculative(model, ids, new_tokens, mask, custom_generate=decode)
+
+    def prepare(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> None:
+        # Records the outputs of new prompts untimed.
+        baseline(ids, new_tokens, mask)
+
+    return Contender(name, run, prepare, ours=True)
+
+
+class OraclePolicy(LengthPolicy):
+    """Length policy that stops after the first token that differs from the target's `outputs`.
+
+    It is the upper bound of every length policy with the same draft model (Mamou et al. 2024, arXiv
+    2405.04304, section 3).
+    """
+
+    def __init__(self, outputs: Outputs, max_draft_tokens: int = sys.maxsize):
+        super().__init__(max_draft_tokens)
+        self.outputs = outputs
+
+    def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
+        """Return True for each token that equals the target's at its position."""
+        targets = [self.outputs[token.row][token.position :][:1] for token in newest]
+        return [list(t) == [token.token] for t, token in zip(targets, newest, strict=True)]
+
+
+def oracle(model: Any, draft: PreTrainedModel) -> Contender:
+    """Return chains of `draft`, which has the target's vocabulary, cut by `OraclePolicy`."""
+
+    def drafter(outputs: Outputs) -> Drafter:
+        return DraftModelDrafter(DraftConfig(), draft, OraclePolicy(outputs), num_embeddings(model))
+
+    return _contender(model, drafter, "oracle")
+
+
+class SyntheticDrafter(Drafter):
+    """Chains of `length` correct tokens, each replaced by a wrong one with 1 - `acceptance`.
+
+    This measures everything except drafting. The speed is an upper bound for a drafter with this
+    acceptance, whose drafting time comes on top; every report must state that.
+    """
+
+    def __init__(self, outputs: Outputs, acceptance: float, length: int, vocab_size: int):
+        self.outputs, self.acceptance = outputs, acceptance
+        self.length, self.vocab_size = length, vocab_size
+
+    def start(self, state: GenerationState) -> None:
+        """Seed by the outputs, so that every repetition has the same errors."""
+        self._random = random.Random(str(self.outputs))  # noqa: S311 - no secret
+
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        """Draft the next tokens of every unfinished row."""
+        drafts = {}
+        for row, limit in limits.items():
+            begin = state.generated[row]
+            end = begin + min(self.length, limit)
+            chain = [
+                token if self._random.random() < self.acceptance else (token + 1) % self.vocab_size
+                for token in self.outputs[row][begin:end]
+            ]
+            drafts[row] = [state.tokens[row][-1], *chain], list(range(-1, len(chain)))
+        return DraftTree.from_drafts(drafts, state.num_rows)
+
+
+def synthetic(model: Any, acceptance: float, length: int) -> Contender:
+    """Return chains of `length` tokens, each correct with probability `acceptance`."""
+    vocab_size = model.config.get_text_config().vocab_size
+
+    def drafter(outputs: Outputs) -> Drafter:
+        return SyntheticDrafter(outputs, acceptance, length, vocab_size)
+
+    return _contender(model, drafter, f"synthetic, {length} tokens, acceptance {acceptance:g}")

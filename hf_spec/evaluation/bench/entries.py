@@ -61,11 +61,8 @@ def parse_entries(
     """Parse entries; those that name no assistant but use one get `assistants`.
 
     One assistant goes to every such strategy; several go as a list, which only "auto" supports.
-    With `others_follow`, assistants may stay unused here.
-
-    Raises:
-        OptionError: for an unknown strategy or option, and for assistants that no strategy uses.
-        AssistantError: if a strategy lacks its assistant.
+    Unknown strategies or options raise `OptionError`, as do assistants that no strategy uses,
+    unless `others_follow`. A strategy without its assistant raises `AssistantError`.
     """
     shared: Any = assistants[0] if len(assistants) == 1 else list(assistants) or None
     entries, is_used = list[Entry](), others_follow
@@ -87,8 +84,7 @@ def parse_entries(
 def resolve_entry(entry: Entry, model: PreTrainedModel) -> Entry:
     """Return the entry under its short name, with its assistant loaded for `model`.
 
-    Raises:
-        SpecError: if the assistant or the options do not fit.
+    Raises `SpecError` if the assistant or the options do not fit.
     """
     assistant = find_assistant(entry.assistant, model, entry.config.adapter_methods)
     make_drafter(entry.config, model, assistant)

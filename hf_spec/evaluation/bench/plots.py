@@ -12,9 +12,8 @@ from typing import Any
 from hf_spec.common.prompts import MIXED
 from hf_spec.evaluation.bench.summary import ALL, notice, spread
 
+# Coordinates of points, or the lower and upper ends of their spread, by name.
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
-# Lower and upper ends of the spread, one per point of a series.
-Spreads = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 # Low, middle and high value by name.
 Ranges = Mapping[str, tuple[float, float, float]]
 
@@ -32,11 +31,10 @@ SPREAD = "median and 20th to 80th percentile"
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw the plots of benchmark results into a folder, which is created if needed.
+    """Draw the plots of benchmark results into a folder, created if needed; return the files.
 
-    Returns:
-        The files written: speed_by_task.png, speed_by_batch.png for several batch sizes,
-        acceptance_by_position.png if there were drafts, verify_cost.png if it was measured.
+    They are speed_by_task.png, speed_by_batch.png for several batch sizes,
+    acceptance_by_position.png if there were drafts, verify_cost.png if it was measured.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = [Path(str(results.get("model", "model"))).name, results.get("dtype"), notice(results)]
@@ -81,9 +79,7 @@ def _ratios(rows: Sequence[Mapping[str, Any]]) -> Ranges:
     return {row["contender"]: (row["ratio_p20"], row["ratio"], row["ratio_p80"]) for row in rows}
 
 
-def _step_cost(
-    seconds: Mapping[str, Mapping[Any, Sequence[float]]],
-) -> tuple[Series, Spreads]:
+def _step_cost(seconds: Mapping[str, Mapping[Any, Sequence[float]]]) -> tuple[Series, Series]:
     series, spreads = {}, {}
     for form, by_count in seconds.items():
         # In JSON the node counts are strings.
@@ -100,7 +96,7 @@ def lines(
     labels: tuple[str, str],
     path: Path,
     title: str = "",
-    spreads: Spreads | None = None,
+    spreads: Series | None = None,
 ) -> None:
     """Draw lines with a marker at every point and a bar for each spread.
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from hf_spec.common.outputs import SpecStats
 from hf_spec.common.prompts import Batch, Prompt, make_batches
 from hf_spec.evaluation.bench.contenders import BaselineOutputs, Contender, Run
-from hf_spec.evaluation.bench.timing import peak_bytes, reset_peak, timed
+from hf_spec.training.responses import until_end
 
 CPU = torch.device("cpu")
 WARM_UP_TOKENS = 16
+Result = TypeVar("Result")
+# Linux: writing 5 here resets the peak of this process; the status file has the peak since then.
+_RESET = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
 # Statistics of a generation that are written to a results file.
 KEPT_STATS = (
     "tau",
@@ -52,8 +59,6 @@ class Record:
         target_forwards: None if they cannot be counted.
         identical: True if every output equals the reference; None if outputs are sampled.
         stats: statistics of our strategies, None for other contenders.
-        rows: the single outputs.
-        peak_bytes: see `hf_spec.evaluation.bench.timing`.
     """
 
     prompt: str
@@ -93,14 +98,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Plan:
-    """Extent of a measurement.
+    """Extent of a measurement with at most `new_tokens` per row.
 
-    Attributes:
-        new_tokens: maximum number of generated tokens per row.
-        repeats: timed repetitions; the order of the contenders rotates between them.
-        seed: seed of sampled outputs, which are not compared; None for greedy ones.
-        ends: end-of-sequence tokens; padding follows them.
-        device: device whose peak memory is recorded.
+    The order of the contenders rotates between the `repeats` timed repetitions. `seed` is that of
+    sampled outputs, which are not compared; None for greedy ones. Padding follows the
+    end-of-sequence tokens `ends`. The peak memory of `device` is recorded.
     """
 
     new_tokens: int
@@ -118,15 +120,12 @@ def time_contenders(
     plan: Plan,
     progress: Callable[[], object] = lambda: None,
 ) -> Iterator[list[Record]]:
-    """Time every contender on every batch of prompts.
+    """Time every contender on every batch; yield one record per contender and repetition.
 
     The first contender, plain `generate()`, is the reference. Outputs are compared with its output
     in the same repetition, or, for several rows, with its output for each prompt alone. An untimed
     warm-up on the widest batch compiles layers on a CPU. `progress` is called after every
     generation.
-
-    Yields:
-        For each batch one record per contender and repetition.
     """
     batches = make_batches(prompts, tokenizer, plan.batch_size)
     widest = max(batches, key=lambda batch: batch.ids.shape[1])
@@ -138,7 +137,7 @@ def time_contenders(
         call = batch.ids, plan.new_tokens, batch.mask
         counts = {c.name: c.prepare(*call) for c in contenders if c.prepare is not None}
         compared = plan.batch_size > 1 and not sampled
-        single = _until_end(baseline(*call), plan.ends) if compared else None
+        single = [until_end(row, plan.ends) for row in baseline(*call)] if compared else None
         records: list[Record] = []
         for repeat in range(plan.repeats):
             runs = _in_turn(contenders, repeat, batch, plan, progress)
@@ -153,14 +152,14 @@ def time_contenders(
                     name,
                     repeat,
                     run.seconds,
-                    reference.seconds * run.new_tokens / reference.new_tokens,
-                    run.new_tokens,
-                    counts.get(name) or run.run.target_forwards,
-                    None if sampled else all(equal),
-                    run.run.stats,
-                    plan.batch_size,
-                    tuple(Row(prompt.id, prompt.task, same) for prompt, same in by_prompt),
-                    run.peak_bytes,
+                    plain_seconds=reference.seconds * run.new_tokens / reference.new_tokens,
+                    new_tokens=run.new_tokens,
+                    target_forwards=counts.get(name) or run.run.target_forwards,
+                    identical=None if sampled else all(equal),
+                    stats=run.run.stats,
+                    batch_size=plan.batch_size,
+                    rows=tuple(Row(prompt.id, prompt.task, same) for prompt, same in by_prompt),
+                    peak_bytes=run.peak_bytes,
                 )
                 records.append(record)
         yield records
@@ -168,8 +167,6 @@ def time_contenders(
 
 @dataclass(frozen=True)
 class _Timed:
-    """A run with the new tokens of each row, its time and its peak memory."""
-
     run: Run
     outputs: list[list[int]]
     seconds: float
@@ -195,13 +192,48 @@ def _in_turn(
             torch.manual_seed(plan.seed + repeat)
         reset_peak(plan.device)
         run, seconds = timed(partial(contender.run, batch.ids, plan.new_tokens, batch.mask))
-        outputs = _until_end(run.sequences[:, batch.ids.shape[1] :].tolist(), plan.ends)
+        rows = run.sequences[:, batch.ids.shape[1] :].tolist()
+        outputs = [until_end(row, plan.ends) for row in rows]
         runs[contender.name] = _Timed(run, outputs, seconds, peak_bytes(plan.device))
         progress()
     return runs
 
 
-def _until_end(rows: list[list[int]], ends: frozenset[int]) -> list[list[int]]:
-    """Return the tokens of each row up to and including its end-of-sequence token."""
-    lengths = (next((i for i, t in enumerate(row) if t in ends), len(row)) for row in rows)
-    return [row[: length + 1] for row, length in zip(rows, lengths, strict=True)]
+def timed(
+    call: Callable[[], Result], clock: Callable[[], float] = time.perf_counter
+) -> tuple[Result, float]:
+    """Return the result of `call` and its seconds; waits for a GPU before and after."""
+    synchronize()
+    start = clock()
+    result = call()
+    synchronize()
+    return result, clock() - start
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one, so that its work is included in a timing."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def reset_peak(device: torch.device) -> None:
+    """Reset the peak of `peak_bytes`."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _RESET.exists():
+        _RESET.write_text("5")
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the peak memory in bytes since `reset_peak`, None where it is not available.
+
+    On a GPU this is what the allocator held; on a CPU, the resident memory of the process. A
+    process keeps freed memory, so a CPU figure includes all models of the benchmark and what other
+    contenders cache. Only differences between runs show what one contender needs.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu" or not _RESET.exists():
+        return None
+    peak = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+    return None if peak is None else int(peak[1]) * 1024

@@ -26,17 +26,17 @@ from hf_spec.evaluation.bench.contenders import (
     Settings,
     compiled,
     economize_lookup,
+    oracle,
     plain,
     strategy,
+    synthetic,
     transformers,
 )
 from hf_spec.evaluation.bench.entries import Entry, resolve_entry
-from hf_spec.evaluation.bench.oracle import oracle, synthetic
-from hf_spec.evaluation.bench.profiling import profiled
+from hf_spec.evaluation.bench.profiling import measure_step_cost, profiled
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
-from hf_spec.evaluation.bench.settings import Suite
-from hf_spec.evaluation.bench.step_cost import measure_step_cost
 from hf_spec.evaluation.bench.summary import summary
+from hf_spec.evaluation.settings import Suite
 from hf_spec.methods.draft_model.loading import read_draft_model, resolve_draft_model
 from hf_spec.methods.draft_model.trained import METHOD as DRAFT
 from hf_spec.methods.loading import find_assistant
@@ -51,9 +51,8 @@ PROFILED_BATCHES = 6
 class Results:
     """Measurements so far, with facts about the setup.
 
-    Attributes:
-        profiles: seconds by part of a step, one entry per batch size and contender.
-        step_cost: result of `measure_step_cost`.
+    `profiles` has the seconds by part of a step, one entry per batch size and contender;
+    `step_cost` is the result of `measure_step_cost`.
     """
 
     facts: dict[str, Any]
@@ -76,14 +75,9 @@ class Results:
 class Benchmark:
     """Suite on one model in evaluation mode; a strategy stored in its generation config is removed.
 
-    `entries` are the strategies, `settings` are further arguments of `generate()`.
-
-    Attributes:
-        prompts: one per output; conversations have one per turn.
-        contenders: measured contenders, the reference first.
-
-    Raises:
-        SpecError: if a contender or a batch size is unsupported.
+    `entries` are the strategies, `settings` are further arguments of `generate()`. `prompts` has
+    one entry per output, conversations have one per turn; `contenders` has the reference first. An
+    unsupported contender or batch size raises `SpecError`.
     """
 
     def __init__(
@@ -114,10 +108,9 @@ class Benchmark:
         )
 
     def run(self, progress: Callable[[], object] = lambda: None) -> Iterator[Results]:
-        """Run all measurements; `progress` is called after every timed generation.
+        """Run all measurements; yield the same `Results` object after every batch.
 
-        Yields:
-            The same `Results` object after every batch.
+        `progress` is called after every timed generation.
         """
         suite = self.suite
         results = Results(
@@ -129,9 +122,9 @@ class Benchmark:
                 "environment": environment(self.model.device),
             }
         )
+        seed = suite.seed if suite.sample else None
+        ends, device = frozenset(end_tokens(self.model)), self.model.device
         for size in sorted(set(suite.batch_sizes)):
-            seed = suite.seed if suite.sample else None
-            ends, device = frozenset(end_tokens(self.model)), self.model.device
             plan = Plan(suite.new_tokens, suite.repeats, size, seed, ends, device)
             contenders = self._of_size(size)
             for newest in time_contenders(contenders, self.prompts, self.tokenizer, plan, progress):
@@ -150,32 +143,29 @@ class Benchmark:
         return [contender for contender in self.contenders if size == 1 or contender.batches]
 
     def _profile(self, contenders: Sequence[Contender], plan: Plan) -> list[dict[str, Any]]:
-        """Return seconds by part of a step for each contender in our engine."""
         totals: dict[str, Counter[str]] = defaultdict(Counter)
         batches = make_batches(self.prompts, self.tokenizer, plan.batch_size)
         # Shares of a step vary little: a few batches, spread over the tasks, are enough.
         for batch in batches[:: math.ceil(len(batches) / PROFILED_BATCHES)]:
-            for contender in contenders:
-                if contender.ours:
-                    if plan.seed is not None:
-                        torch.manual_seed(plan.seed)
-                    with profiled() as seconds:
-                        contender.run(batch.ids, plan.new_tokens, batch.mask)
-                    totals[contender.name].update(seconds)
+            for contender in (contender for contender in contenders if contender.ours):
+                if plan.seed is not None:
+                    torch.manual_seed(plan.seed)
+                with profiled() as seconds:
+                    contender.run(batch.ids, plan.new_tokens, batch.mask)
+                totals[contender.name].update(seconds)
         return [
             {"batch_size": plan.batch_size, "contender": name, "seconds": dict(parts)}
             for name, parts in totals.items()
         ]
 
     def _settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"do_sample": self.suite.sample}
+        pads = self.model.generation_config.pad_token_id, self.tokenizer.pad_token_id
+        # Without a padding token generate() uses the end of a sequence and warns at every call.
+        ends = min(end_tokens(self.model), default=0)
+        pad = next((pad for pad in pads if pad is not None), ends)
+        settings: dict[str, Any] = {"do_sample": self.suite.sample, "pad_token_id": pad}
         if self.suite.sample:
             settings["temperature"] = self.suite.temperature or 1.0
-        pad = self.model.generation_config.pad_token_id
-        if pad is None:
-            pad = self.tokenizer.pad_token_id
-        # Without a padding token generate() uses the end of a sequence and warns at every call.
-        settings["pad_token_id"] = min(end_tokens(self.model), default=0) if pad is None else pad
         return settings
 
     def _turns(self, prompts: Sequence[Prompt], settings: Settings) -> list[Prompt]:
@@ -194,8 +184,7 @@ def make_contenders(
 ) -> list[Contender]:
     """Return plain `generate()`, other implementations, then our strategies.
 
-    Raises:
-        SpecError: if an assistant cannot be used, two names are equal, or compilation fails.
+    Raises `SpecError` if an assistant cannot be used, two names are equal, or compilation fails.
     """
     check_model(model)
     # An unsuitable adapter raises here, before the first measurement.
@@ -204,17 +193,7 @@ def make_contenders(
     if suite.compiled:
         contenders.append(compiled(model, settings))
     if suite.baselines:
-        lengths = suite.match_length, suite.copy_length
-        names = ("max_matching_ngram_size", "prompt_lookup_num_tokens")
-        others: dict[str, Any] = {"transformers lookup": dict(zip(names, lengths, strict=True))}
-        for name, draft in _draft_models(model, ours).items():
-            others[name] = {"assistant_model": draft}
-        contenders += [
-            transformers(name, model, {**settings, **options}, batches=False)
-            for name, options in others.items()
-        ]
-        economize = None if suite.sample else economize_lookup(model, *lengths)
-        contenders += [] if economize is None else [economize]
+        contenders += _other_implementations(model, ours, suite, settings)
     contenders += [
         strategy(model, config, assistant, name, settings) for name, config, assistant in ours
     ]
@@ -229,9 +208,16 @@ def make_contenders(
     return contenders
 
 
-def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str, PreTrainedModel]:
-    """Return the draft models that transformers supports too, by name of their baseline."""
-    drafts: dict[int, PreTrainedModel] = {}
+def _other_implementations(
+    model: PreTrainedModel, entries: Sequence[Entry], suite: Suite, settings: Settings
+) -> list[Contender]:
+    """Return the lookups of others, and transformers' assisted decoding with our draft models."""
+    options = {
+        "max_matching_ngram_size": suite.match_length,
+        "prompt_lookup_num_tokens": suite.copy_length,
+    }
+    lookup = transformers("transformers lookup", model, {**settings, **options}, batches=False)
+    contenders, drafts = [lookup], dict[int, PreTrainedModel]()
     for _, config, assistant in entries:
         # Assisted decoding of transformers supports only draft models.
         if config.adapter_methods == (DRAFT,):
@@ -239,7 +225,11 @@ def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str,
             # For another vocabulary it needs both tokenizers and goes through text.
             if num_embeddings(draft) == num_embeddings(model):
                 drafts.setdefault(id(draft), draft)
-    return {
-        "transformers assistant" + (f" {number}" if number > 1 else ""): draft
-        for number, draft in enumerate(drafts.values(), start=1)
-    }
+    for number, draft in enumerate(drafts.values(), start=1):
+        name = "transformers assistant" + (f" {number}" if number > 1 else "")
+        assisted = {**settings, "assistant_model": draft}
+        contenders.append(transformers(name, model, assisted, batches=False))
+    if not suite.sample:
+        economize = economize_lookup(model, suite.match_length, suite.copy_length)
+        contenders += [] if economize is None else [economize]
+    return contenders

@@ -59,14 +59,12 @@ def _run_key(record: Record) -> tuple[int, str, int]:
     return record.batch_size, record.prompt, record.repeat
 
 
-def _ratio_to(
-    others: Mapping[tuple[int, str, int], float], group: Sequence[Record]
-) -> float | None:
+def _ratio_to(others: Mapping[Any, float], group: Sequence[Record]) -> float | None:
     """Return the median over prompts of the speedup over `others` in the same repetition."""
+    if any(_run_key(record) not in others for record in group):
+        return None
     ratios: dict[str, list[float]] = defaultdict(list)
     for record in group:
-        if _run_key(record) not in others:
-            return None
         ratios[record.prompt].append(record.ratio / others[_run_key(record)])
     return median(map(median, ratios.values()))
 
@@ -83,8 +81,8 @@ def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) ->
         "contender": contender,
         "task": task,
         "batches": len(first),
-        **spread_of(group, "ratio"),
-        **spread_of(group, "tokens_per_second"),
+        **spread_of(per_prompt(group), "ratio"),
+        **spread_of(per_prompt(group, "tokens_per_second"), "tokens_per_second"),
         "total_ratio": sum(r.plain_seconds for r in group) / sum(r.seconds for r in group),
         "tokens_per_forward": tokens / sum(forwards) / batch_size if counted else None,
         "peak_bytes": max(peaks, default=None),
@@ -98,9 +96,9 @@ def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) ->
     return row
 
 
-def spread_of(group: Sequence[Record], figure: str) -> Summary:
-    """Return the spread over prompts of a figure, taking the median over repetitions first."""
-    low, middle, high = spread(list(per_prompt(group, figure).values()))
+def spread_of(values: Mapping[str, float], figure: str) -> Summary:
+    """Return the spread over prompts under the names of a figure."""
+    low, middle, high = spread(list(values.values()))
     return {f"{figure}_p20": low, figure: middle, f"{figure}_p80": high}
 
 

@@ -2,8 +2,7 @@
 
 Continuations are divided into *cells*: every continuation of the given length that is likely enough
 to be expected several times, and for each prefix of one a cell for all others. Pearson's chi-square
-compares observed counts with exact probabilities. Its power against a bias p' is that of the
-noncentral distribution with noncentrality n * sum((p' - p)**2 / p).
+compares observed counts with exact probabilities.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ IMPOSSIBLE = 1e-12
 class Cells:
     """Partition of all continuations of `steps` tokens, or fewer where a sequence ends.
 
-    Attributes:
-        leaves: probabilities of complete continuations.
-        rests: prefixes with the probability of all continuations that have no longer entry.
-        possible: (V,) bool for each prefix, True for tokens that may follow.
+    `leaves` has the probabilities of complete continuations, `rests` for each prefix that of all
+    continuations without a longer entry. `possible` is (V,) bool: the tokens that may follow it.
     """
 
     steps: int
@@ -59,10 +56,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Chi-square of counts against expected counts, with `cells - 1` degrees of freedom.
-
-    `impossible` counts draws of probability 0.
-    """
+    """Chi-square with `cells - 1` degrees of freedom; `impossible` draws had probability 0."""
 
     draws: int
     cells: int
@@ -142,14 +136,11 @@ def chi_square_tail(statistic: float, freedom: float) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def chi_square_limit(significance: float, freedom: float) -> float:
-    """Return the statistic that is exceeded with probability `significance`."""
-    return _bisect(lambda x: chi_square_tail(x, freedom) > significance, freedom + 10.0)
-
-
 def power(noncentrality: float, freedom: int, significance: float) -> float:
     """Return the probability of detecting a bias p' of noncentrality n * sum((p' - p)**2 / p)."""
-    limit = torch.tensor(chi_square_limit(significance, freedom) / 2, dtype=torch.float64)
+    # The statistic that is exceeded with probability `significance`.
+    critical = _bisect(lambda x: chi_square_tail(x, freedom) > significance, freedom + 10.0)
+    limit = torch.tensor(critical / 2, dtype=torch.float64)
     mean = noncentrality / 2
     # The noncentral distribution is a Poisson mixture of central ones.
     count = torch.arange(int(mean + 12 * math.sqrt(mean + 1)) + 20, dtype=torch.float64)

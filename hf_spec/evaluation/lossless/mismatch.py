@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,17 +35,12 @@ LIKELIEST = 64
 
 @dataclass(frozen=True)
 class Difference:
-    """First position where an output differs from plain decoding.
+    """First position where an output differs from plain decoding, counted from the prompt.
 
-    Attributes:
-        position: index of the differing token among the generated ones.
-        plain_token, token: tokens of plain decoding and of the output; None after the end.
-        margin: plain score of `plain_token` minus that of `token`.
-        error: maximum difference between plain logits and the engine's at this position, among the
-            likeliest tokens.
-        noise: the same between two plain forward passes, over all generated tokens so far.
-        kind: "tie", "bug", or "unstable" if plain decoding is not reproducible.
-        reason: explanation.
+    Tokens are None after the end. `margin` is the plain score of `plain_token` minus that of
+    `token`. `error` is the maximum difference between plain logits and the engine's at this
+    position, among the likeliest tokens; `noise` is that between two plain forward passes, over all
+    generated tokens so far. `kind` is "unstable" if plain decoding is not reproducible.
     """
 
     position: int
@@ -78,7 +74,7 @@ def differences(
     limit = start + new_tokens
     text = prompt
     while (index := first_difference(expected, got)) is not None:
-        difference = _explain(model, text, expected, got, index - start)
+        difference = _explain(model, text, expected, got, start)
         yield difference
         if difference.kind != TIE or index + 1 >= limit:
             return
@@ -91,23 +87,22 @@ def differences(
 
 
 def _explain(
-    model: Any, text: Tensor, expected: Sequence[int], got: Sequence[int], position: int
+    model: Any, text: Tensor, expected: Sequence[int], got: Sequence[int], start: int
 ) -> Difference:
     index = first_difference(expected, got)
     assert index is not None, "only called for outputs that differ"
-    if index >= min(len(expected), len(got)):
-        longer, shorter = ("plain", "this") if len(expected) > len(got) else ("this", "plain")
-        plain, other = (seq[index] if index < len(seq) else None for seq in (expected, got))
+    plain, other = (seq[index] if index < len(seq) else None for seq in (expected, got))
+    differ = partial(Difference, index - start, plain, other)
+    if plain is None or other is None:
+        longer, shorter = ("plain", "this") if other is None else ("this", "plain")
         reason = f"the {shorter} output ends where the {longer} output continues"
-        return Difference(position, plain, other, float("inf"), 0.0, 0.0, BUG, reason)
+        return differ(float("inf"), 0.0, 0.0, BUG, reason)
     tokens = list(got[:index])
     settings = {"do_sample": False, "output_logits": True, "output_scores": True}
     repeated = generate_after(model, text, index - text.shape[1] + 1, **settings)
     if repeated.sequences[0, :index].tolist() != tokens:
         reason = "plain generate() is not reproducible: its second output differs"
-        return Difference(
-            position, expected[index], got[index], float("nan"), 0.0, 0.0, UNSTABLE, reason
-        )
+        return differ(float("nan"), 0.0, 0.0, UNSTABLE, reason)
     stepwise = torch.stack([step[0].float() for step in repeated.logits])
     prefix = torch.tensor([tokens], device=text.device)
     parallel = model(prefix).logits[0, text.shape[1] - 1 :].float()
@@ -116,13 +111,13 @@ def _explain(
     shapes = _packed_logits(model, tokens, got[index : index + CHAIN - 1])
     error = max(_distance(last, logits.float()) for logits in shapes)
     scores = repeated.scores[-1][0].float()
-    margin = float(scores[expected[index]] - scores[got[index]])
-    kind, reason = _classify(margin, error, noise, _rounding(last, model.dtype))
-    return Difference(position, expected[index], got[index], margin, error, noise, kind, reason)
+    margin = float(scores[plain] - scores[other])
+    # One step of the dtype at the magnitude of the largest finite logit.
+    rounding = float(last[last.isfinite()].abs().max()) * torch.finfo(model.dtype).eps
+    return differ(margin, error, noise, *_classify(margin, error, noise, rounding))
 
 
 def _classify(margin: float, error: float, noise: float, rounding: float) -> tuple[str, str]:
-    """Return TIE or BUG, and the reason."""
     allowed = ROUNDING_FACTOR * max(noise, rounding)
     if not error <= allowed:
         return BUG, (
@@ -139,11 +134,6 @@ def _distance(plain: Tensor, other: Tensor) -> float:
     best, indices = plain.topk(min(LIKELIEST, plain.shape[-1]), dim=-1)
     # Two -inf, as for unused token ids, are equal.
     return float((best - other.gather(-1, indices)).nan_to_num(nan=0.0).abs().max())
-
-
-def _rounding(logits: Tensor, dtype: torch.dtype) -> float:
-    """Return one step of `dtype` at the magnitude of the largest finite logit."""
-    return float(logits[logits.isfinite()].abs().max()) * torch.finfo(dtype).eps
 
 
 def _packed_logits(

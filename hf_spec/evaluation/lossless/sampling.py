@@ -2,8 +2,7 @@
 
 Many short continuations of a text are drawn with a strategy, and their counts are compared with the
 probabilities of plain `generate()`. The text is a prompt and the start of the model's answer, cut
-where the model is least certain about the next token: there drafts are sometimes accepted and
-sometimes rejected, so a biased acceptance rule shows.
+where the model is least certain about the next token. There a biased acceptance rule shows.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from hf_spec.evaluation.lossless.distribution import (
     detectable_share,
     divide,
 )
-from hf_spec.evaluation.lossless.settings import SamplingPlan
-from hf_spec.training.responses import end_tokens
+from hf_spec.evaluation.settings import SamplingPlan
+from hf_spec.training.responses import end_tokens, until_end
 
 # Rows of one plain forward pass; limits the memory of its logits.
 ROWS = 16
@@ -111,10 +110,8 @@ def plain_probs(model: Any, text: Tensor, plan: SamplingPlan) -> NextProbs:
     def next_probs(paths: Sequence[Path]) -> Tensor:
         following = torch.tensor(paths, dtype=torch.long, device=text.device).view(len(paths), -1)
         prefixes = torch.cat([text.expand(len(paths), -1), following], dim=1)
-        parts = [
-            generate_after(model, part, 1, output_scores=True, **plan.options).scores[0]
-            for part in prefixes.split(ROWS)
-        ]
+        settings = {"output_scores": True, **plan.options}
+        parts = [generate_after(model, p, 1, **settings).scores[0] for p in prefixes.split(ROWS)]
         return torch.cat(parts).double().softmax(dim=-1).cpu()
 
     return next_probs
@@ -132,7 +129,8 @@ def draw(
         output = generate_after(model, text, plan.steps, **settings)
         drafted += output.spec_stats.drafted_tokens
         accepted += output.spec_stats.accepted_tokens
-        drawn += [_until_end(row, ends) for row in output.sequences[:, text.shape[1] :].tolist()]
+        rows_drawn = output.sequences[:, text.shape[1] :].tolist()
+        drawn += [tuple(until_end(row, ends)) for row in rows_drawn]
     return drawn, drafted, accepted
 
 
@@ -145,8 +143,3 @@ def generate_after(model: Any, texts: Tensor, new_tokens: int, **settings: Any) 
         return_dict_in_generate=True,
         **settings,
     )
-
-
-def _until_end(tokens: list[int], ends: set[int]) -> Path:
-    end = next((index for index, token in enumerate(tokens) if token in ends), len(tokens) - 1)
-    return tuple(tokens[: end + 1])

@@ -8,9 +8,8 @@ drafts, without which nothing was tested.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -20,7 +19,7 @@ from hf_spec.evaluation.bench.contenders import plain, speculative, without_stor
 from hf_spec.evaluation.bench.entries import Entry
 from hf_spec.evaluation.lossless.mismatch import TIE, Difference, differences
 from hf_spec.evaluation.lossless.sampling import SamplingResult, check_sampling
-from hf_spec.evaluation.lossless.settings import VerificationPlan
+from hf_spec.evaluation.settings import VerificationPlan
 
 # Verdicts, worst first.
 VERDICTS = FAILED, UNPROVEN, PASSED = "failed", "unproven", "passed"
@@ -79,8 +78,7 @@ class Verification:
             "detectable_share": self.sampling.detectable,
             "passed": self.sampling.passed,
             "texts": [
-                {**dataclasses.asdict(text), "p_value": text.comparison.p_value}
-                for text in self.sampling.texts
+                {**asdict(text), "p_value": text.comparison.p_value} for text in self.sampling.texts
             ],
         }
         return {
@@ -88,7 +86,7 @@ class Verification:
             "passed": self.passed,
             "verdict": self.verdict,
             "unproven": self.unproven,
-            "greedy": [dataclasses.asdict(output) for output in self.greedy],
+            "greedy": list(map(asdict, self.greedy)),
             "sampling": sampling,
         }
 
@@ -116,14 +114,9 @@ def verify(
                 run = speculative(model, ids, plan.new_tokens, **entry.method)
                 assert run.stats is not None, "our strategies return statistics"
                 got = run.sequence.tolist()
-                output = GreedyOutput(
-                    prompt.id,
-                    prompt.task,
-                    len(got) - ids.shape[1],
-                    run.stats.tau,
-                    tuple(differences(model, ids, expected, got, plan.new_tokens)),
-                )
-                greedy[entry.name].append(output)
+                new, tau = len(got) - ids.shape[1], run.stats.tau
+                found = tuple(differences(model, ids, expected, got, plan.new_tokens))
+                greedy[entry.name].append(GreedyOutput(prompt.id, prompt.task, new, tau, found))
                 progress()
         for entry in entries if shortest else ():
             sampled[entry.name] = check_sampling(model, shortest, plan.sampling, **entry.method)

@@ -5,7 +5,8 @@ A notebook displays a `Canvas`; `str(canvas)` is the content of an SVG file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import count
 from xml.sax.saxutils import escape
 
 from hf_spec.drafting.token_graph import TokenGraph
@@ -128,8 +129,8 @@ def token_tree(
     if bonus is not None:
         x, y = spots[bonus_node]
         canvas.text(x + WIDTH / 2, y - 3, "bonus", "middle")
-    count = f"{len(accepted)} draft token{'' if len(accepted) == 1 else 's'}"
-    _foot(canvas, spots, f"one target forward pass: {count} and a bonus token")
+    drafted = f"{len(accepted)} draft token{'' if len(accepted) == 1 else 's'}"
+    _foot(canvas, spots, f"one target forward pass: {drafted} and a bonus token")
     return canvas
 
 
@@ -157,10 +158,8 @@ def token_graph(
 def padding(batching: str, nodes: Sequence[int], gains: Sequence[Sequence[int]]) -> Canvas:
     """Draw the padding of a batch in red: inputs of one step, KV cache after several.
 
-    Args:
-        batching: key of `BATCHING`.
-        nodes: per row the tokens that pass through the linear layers in a step.
-        gains: per step and row the tokens added to the sequence.
+    `batching` is a key of `BATCHING`. `nodes` has per row the tokens that pass through the linear
+    layers in a step, `gains` per step and row the tokens added to the sequence.
     """
     mode = BATCHING[batching]
     stored = [_line(row, [step[row] for step in gains]) for row in range(len(nodes))]
@@ -199,28 +198,23 @@ def _padded(row: int, counts: Sequence[int]) -> list[str]:
 def layout(parents: Sequence[int]) -> list[Point]:
     """Return the top left corners of the nodes: columns by depth, leaves below each other."""
     children: list[list[int]] = [[] for _ in parents]
+    depths: list[int] = []
     for node, above in enumerate(parents):
+        depths.append(depths[above] + 1 if above >= 0 else 0)
         if above >= 0:
             children[above].append(node)
-    leaves = [node for node in _depth_first(children) if not children[node]]
-    lines: dict[int, float] = {leaf: line for line, leaf in enumerate(leaves)}
-    # Children come after their parents, so iterate from the last node.
-    for node in reversed(range(len(parents))):
-        if children[node]:
-            lines[node] = sum(lines[child] for child in children[node]) / len(children[node])
-    depths: list[int] = []
-    for above in parents:
-        depths.append(depths[above] + 1 if above >= 0 else 0)
+    lines, leaves = dict[int, float](), count()
+
+    def place(node: int) -> float:
+        below = [place(child) for child in children[node]]
+        lines[node] = sum(below) / len(below) if below else next(leaves)
+        return lines[node]
+
+    place(0)
     return [
         (MARGIN + depth * (WIDTH + GAP_X), TOP + lines[node] * (HEIGHT + GAP_Y))
         for node, depth in enumerate(depths)
     ]
-
-
-def _depth_first(children: Sequence[Sequence[int]], node: int = 0) -> Iterator[int]:
-    yield node
-    for child in children[node]:
-        yield from _depth_first(children, child)
 
 
 def connect(canvas: Canvas, start: Point, end: Point, dashed: bool = False) -> None:

@@ -26,8 +26,7 @@ from hf_spec.generation.hook import original_generate, speculate
 class Round:
     """One verified draft of every unfinished row.
 
-    Attributes:
-        graphs: for drafters with a draft model, per row the graph that the tree was made from.
+    `graphs` has for drafters with a draft model the graph of each row that the tree was made from.
     """
 
     verdict: Verdict
@@ -49,12 +48,9 @@ def record_rounds(
     assistant: Any = None,
     **settings: Any,
 ) -> tuple[Any, list[Round]]:
-    """Generate like `generate()` and record every round.
+    """Return the output of `generate()`, and the recorded rounds in order.
 
     `inputs` are `input_ids` and `attention_mask`; `settings` are further arguments of `generate()`.
-
-    Returns:
-        The output of `generate()`, and the rounds in order.
     """
     rounds: list[Round] = []
 

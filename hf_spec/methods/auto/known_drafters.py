@@ -15,7 +15,7 @@ from importlib import resources
 
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.base_name import base_name
+from hf_spec.adapters.adapter import base_name
 from hf_spec.common.errors import OptionError
 from hf_spec.methods.registry import known_strategies
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight
-from hf_spec.training.description import Training
+from hf_spec.training.settings import Training
 
 # Number of probabilities among the features, and the columns of each feature group.
 TOP = 10

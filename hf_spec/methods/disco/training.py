@@ -41,8 +41,7 @@ from hf_spec.training.answers import answer_batches, answer_logits, stored
 from hf_spec.training.held_out import split_by_seed
 from hf_spec.training.job import ResultTable, TrainingJob, TrainingResult
 from hf_spec.training.responses import Response
-from hf_spec.training.run_record import record_start
-from hf_spec.training.trainer import processes, save_trained
+from hf_spec.training.trainer import processes, record_start, save_trained
 
 # Positions whose float32 distributions are computed at once.
 CHUNK_TOKENS = 128

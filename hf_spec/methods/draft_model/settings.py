@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share
-from hf_spec.training.description import Training
-from hf_spec.training.settings import TrainSettings
+from hf_spec.training.settings import Training, TrainSettings
 
 DRAFT_RUN = TrainSettings(learning_rate=2e-3)
 

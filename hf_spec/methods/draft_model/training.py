@@ -27,10 +27,9 @@ from hf_spec.methods.feature_pairs.draft_head import check_plain_head
 from hf_spec.training.answers import Example, learned_from
 from hf_spec.training.held_out import learned_and_held, tau
 from hf_spec.training.job import TrainingJob, TrainingResult
-from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import Response, answer_vocabulary
 from hf_spec.training.settings import TrainSettings
-from hf_spec.training.trainer import MicroBatch, micro_batches, save_trained, train
+from hf_spec.training.trainer import MicroBatch, micro_batches, mixed_precision, save_trained, train
 
 # Chain lengths whose tau is reported.
 TAU_LENGTHS = (1, 3, 5)

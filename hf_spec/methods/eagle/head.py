@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel, PreTrainedModel, Qwen3Config, Qwen3Model
 
-from hf_spec.adapters.adapter import BaseModel
-from hf_spec.adapters.base_name import base_name, is_hub_id
+from hf_spec.adapters.adapter import BaseModel, base_name, is_hub_id
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.backend.device.placement import weight_rows

@@ -9,8 +9,7 @@ from typing import Annotated
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share
-from hf_spec.training.description import StartOptions, Training
-from hf_spec.training.settings import TrainSettings
+from hf_spec.training.settings import StartOptions, Training, TrainSettings
 
 EAGLE_RUN = TrainSettings(epochs=4)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_spec.adapters.base_name import base_name, is_hub_id
+from hf_spec.adapters.adapter import base_name, is_hub_id
 from hf_spec.adapters.card import GENERATED
 from hf_spec.adapters.published import PublishedHead, known_head, write_published
 from hf_spec.common.compat import CACHE_NAME

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
-from hf_spec.training.description import StartOptions, Training
-from hf_spec.training.settings import TrainSettings
+from hf_spec.training.settings import StartOptions, Training, TrainSettings
 
 FALCON_RUN = TrainSettings(epochs=8, learning_rate=2e-3)
 

@@ -27,10 +27,9 @@ from hf_spec.training.answers import learned_from
 from hf_spec.training.features import LAST, Text, fused_layers, num_features, text_features
 from hf_spec.training.held_out import acceptance, learned_and_held
 from hf_spec.training.job import TrainingJob, TrainingResult
-from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.settings import TrainSettings
-from hf_spec.training.trainer import micro_batches, save_trained, train
+from hf_spec.training.trainer import micro_batches, mixed_precision, save_trained, train
 
 # Texts that the root mean squares of features are measured on.
 SAMPLE = 32

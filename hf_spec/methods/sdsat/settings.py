@@ -9,8 +9,7 @@ from typing import Annotated, Literal, get_args
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
-from hf_spec.training.description import Training
-from hf_spec.training.settings import TrainSettings
+from hf_spec.training.settings import Training, TrainSettings
 
 # Trained weights; see `hf_spec.methods.sdsat.adaptive_tokens`.
 Mode = Literal["gated", "embeddings", "lora", "full"]

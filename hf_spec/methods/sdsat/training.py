@@ -52,9 +52,16 @@ from hf_spec.methods.sdsat.training_chains import (
 from hf_spec.training.answers import Example, learned_from
 from hf_spec.training.held_out import learned_and_held
 from hf_spec.training.job import TrainingJob, TrainingResult
-from hf_spec.training.precision import mixed_precision
 from hf_spec.training.settings import TrainSettings
-from hf_spec.training.trainer import Loss, MicroBatch, micro_batches, processes, save_trained, train
+from hf_spec.training.trainer import (
+    Loss,
+    MicroBatch,
+    micro_batches,
+    mixed_precision,
+    processes,
+    save_trained,
+    train,
+)
 
 # (text, position) of inputs, each of which predicts the next position.
 Positions = Sequence[tuple[int, int]]

@@ -23,9 +23,9 @@ from hf_spec.evaluation.bench import suite
 from hf_spec.evaluation.bench.contenders import Contender, Run
 from hf_spec.evaluation.bench.entries import Entry
 from hf_spec.evaluation.bench.runner import Record, Row
-from hf_spec.evaluation.bench.settings import Suite
 from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.evaluation.bench.tables import Table
+from hf_spec.evaluation.settings import Suite
 from tests import tiny_models
 
 TEXTS = {"one": "bababa", "two": "cacaca"}

@@ -12,8 +12,9 @@ from hf_spec import AutoConfig, GsdConfig, LookupConfig, NoneConfig, TreeConfig
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.contenders import strategy
-from hf_spec.evaluation.bench.profiling import PARTS, profiled
+from hf_spec.evaluation.bench.profiling import PARTS, measure_step_cost, profiled
 from hf_spec.methods.lookup.drafter import LookupDrafter
+from tests.model_watch import snapshot
 from tests.tiny_models import draft_model, settled_prompt, speculation
 
 
@@ -74,3 +75,16 @@ def test_everything_is_put_back_after_an_error() -> None:
     assert all(now is not then for now, then in zip(current(), before, strict=True))
     assert not stopped.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert current() == before
+
+
+CONTEXT = list(range(3, 23))
+
+
+def test_every_form_and_count_is_timed(model: Any) -> None:
+    before = snapshot(model)
+    seconds = measure_step_cost(model, CONTEXT, repeats=1, counts=(1, 2))
+    assert seconds.keys() == {"transformers", "off", "auto"}
+    for by_count in seconds.values():
+        assert by_count.keys() == {1, 2}
+        assert all(len(values) == 1 and values[0] > 0 for values in by_count.values())
+    assert snapshot(model) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ from hf_spec import LookupConfig
 from hf_spec.common.outputs import RowStats, SpecStats
 from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench.contenders import Contender, Run, plain, strategy
-from hf_spec.evaluation.bench.runner import Plan, Record, Row, time_contenders
+from hf_spec.evaluation.bench.runner import (
+    Plan,
+    Record,
+    Row,
+    peak_bytes,
+    reset_peak,
+    time_contenders,
+)
 
 NEW_TOKENS = 6
 
@@ -226,3 +234,38 @@ def test_a_record_as_json() -> None:
         "peak_bytes": None,
     }
     assert Record("p", "t", "a", 0, 1.0, 2.0, 3, None, True).to_dict()["stats"] is None
+
+
+CPU = torch.device("cpu")
+BLOCK_BYTES = 1 << 28
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells peaks")
+def test_a_block_that_was_held_for_a_while() -> None:
+    reset_peak(CPU)
+    before = peak_bytes(CPU)
+    block = torch.ones(BLOCK_BYTES // 4)
+    del block
+    held = peak_bytes(CPU)
+    reset_peak(CPU)
+    after = peak_bytes(CPU)
+    assert before is not None
+    assert held is not None
+    assert after is not None
+    assert held - before > 0.9 * BLOCK_BYTES
+    assert held - after > 0.9 * BLOCK_BYTES
+
+
+def test_devices_that_do_not_tell() -> None:
+    reset_peak(torch.device("meta"))
+    assert peak_bytes(torch.device("meta")) is None
+
+
+@pytest.mark.gpu
+def test_a_block_on_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    reset_peak(device)
+    before = peak_bytes(device)
+    block = torch.ones(BLOCK_BYTES // 4, device=device)
+    del block
+    assert (peak_bytes(device) or 0) - (before or 0) >= BLOCK_BYTES

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hf_spec.evaluation.lossless.distribution import (
     Path,
-    chi_square_limit,
     chi_square_tail,
     compare,
     detectable_share,
@@ -80,12 +79,6 @@ def test_rare_cells_share_one() -> None:
 def test_the_tail_is_that_of_scipy(statistic: float, freedom: int) -> None:
     expected = stats.chi2.sf(statistic, freedom)
     assert chi_square_tail(statistic, freedom) == pytest.approx(expected, rel=1e-6, abs=1e-300)
-
-
-@pytest.mark.parametrize("significance", [0.05, 1e-6])
-def test_the_limit_is_that_of_scipy(significance: float) -> None:
-    expected = stats.chi2.isf(significance, 30)
-    assert chi_square_limit(significance, 30) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("noncentrality", [1.0, 40.0, 200.0])

@@ -19,7 +19,7 @@ from hf_spec.evaluation.lossless.sampling import (
     plain_probs,
     uncertain_text,
 )
-from hf_spec.evaluation.lossless.settings import SamplingPlan
+from hf_spec.evaluation.settings import SamplingPlan
 from tests.biased_rules import NoResidual, RedrawnBonus
 from tests.tiny_models import draft_model, repetitive_prompt, settled_prompt
 

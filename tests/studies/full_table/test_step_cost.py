@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.studies.full_table.step_cost import main, table
-from hf_spec.evaluation.bench.step_cost import NODE_COUNTS
+from hf_spec.evaluation.bench.profiling import NODE_COUNTS
 
 
 def test_table() -> None:

@@ -30,8 +30,8 @@ from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.contenders import strategy
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
-from hf_spec.evaluation.bench.settings import CalibrationSettings
-from hf_spec.evaluation.bench.summary import spread, spread_of
+from hf_spec.evaluation.bench.summary import per_prompt, spread_of
+from hf_spec.evaluation.settings import CalibrationSettings
 from hf_spec.methods.disco.classifier import METHOD
 from hf_spec.methods.disco.drafter import DiscoConfig, find_draft_model
 from hf_spec.methods.draft_model.loading import DraftConfig
@@ -54,14 +54,9 @@ def calibrate_disco(  # noqa: PLR0913 - model, prompts, settings
     """Measure the grid and write the best threshold and length into the adapter in `folder`.
 
     `prompts` are for validation; `draft` defaults to the draft model named in the adapter.
-    `progress` is called after every timed run.
-
-    Returns:
-        The written adapter; `options["calibration"]` has the table.
-
-    Raises:
-        OptionError: if there are no prompts, or some belong to the benchmarks.
-        AssistantError: if the adapter or its draft model cannot be used.
+    `progress` is called after every timed run. `options["calibration"]` of the returned adapter has
+    the table. Raises `OptionError` if there are no prompts, or some belong to the benchmarks, and
+    `AssistantError` if the adapter or its draft model cannot be used.
     """
     check_prompts(prompts)
     adapter = load_adapter(folder, METHOD)
@@ -90,19 +85,19 @@ def calibrate_disco(  # noqa: PLR0913 - model, prompts, settings
     table = {name: {**row, **counted[name]} for name, row in tabulate(records).items()}
     figure = FIGURES[settings.judge]
     best = fastest(table, grid, figure)
-    options = {
-        **adapter.options,
+    calibration = {
+        **asdict(settings),
+        "prompts": list(dict.fromkeys(record.prompt for record in records)),
+        "environment": environment(),
+        "best": best,
+        "best_static": fastest(table, static, figure),
+        "table": table,
+    }
+    chosen = {
         "threshold": grid[best].acceptance_threshold,
         "max_draft_tokens": grid[best].max_draft_tokens,
-        "calibration": {
-            **asdict(settings),
-            "prompts": list(dict.fromkeys(record.prompt for record in records)),
-            "environment": environment(),
-            "best": best,
-            "best_static": fastest(table, static, figure),
-            "table": table,
-        },
     }
+    options = {**adapter.options, **chosen, "calibration": calibration}
     calibrated = replace(adapter, options=options)
     save_with_card(folder, calibrated)
     return calibrated
@@ -115,7 +110,7 @@ def tabulate(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
         groups[record.contender].append(record)
     return {
         name: {
-            **spread_of(group, "ratio"),
+            **spread_of(per_prompt(group), "ratio"),
             "tau": fmean(record.tau or 0.0 for record in group),
             "seconds": median(record.seconds for record in group),
             "identical": all(record.identical for record in group),
@@ -126,12 +121,9 @@ def tabulate(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ForwardCounts:
-    """Forward passes of a generation and their time.
+    """Verifications and drafted levels of a generation, and their time.
 
-    Attributes:
-        kind: kind of drafting; all levels of a kind, with the length decision, cost the same.
-        target_forwards, target_seconds: verifications.
-        draft_forwards, draft_seconds: drafted levels.
+    All levels of a `kind` of drafting, with the length decision, cost the same.
     """
 
     kind: str
@@ -144,8 +136,7 @@ class ForwardCounts:
 def seconds_at_median_cost(generations: Sequence[ForwardCounts]) -> list[float]:
     """Return the seconds of each generation if every forward pass took the median of its kind.
 
-    Seconds vary on a shared machine; the number of forward passes is exact, and the median over all
-    generations is stable.
+    Seconds vary on a shared machine; these counts are exact, and the median is stable.
     """
     verify = median(g.target_seconds / g.target_forwards for g in generations)
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -167,21 +158,20 @@ def compare_by_forwards(
     """
     generations = []
     for record in records:
-        stats, kind = record.stats, kinds.get(record.contender, "")
+        stats, num_forwards = record.stats, record.target_forwards
         assert stats is not None
-        assert record.target_forwards is not None
-        target = record.target_forwards, stats.verify_seconds
+        assert num_forwards is not None
         draft = stats.draft_forwards, stats.draft_seconds
-        generations.append(ForwardCounts(kind, *target, *draft))
+        kind = kinds.get(record.contender, "")
+        generations.append(ForwardCounts(kind, num_forwards, stats.verify_seconds, *draft))
     by_name: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record, cost in zip(records, seconds_at_median_cost(generations), strict=True):
         by_name[record.contender][record.prompt].append(cost)
     base = {prompt: fmean(costs) for prompt, costs in by_name[REFERENCE].items()}
     table = {}
     for name, prompts in by_name.items():
-        low, middle, high = spread([base[p] / fmean(costs) for p, costs in prompts.items()])
-        figure = FIGURES["forwards"]
-        table[name] = {f"{figure}_p20": low, figure: middle, f"{figure}_p80": high}
+        ratios = {prompt: base[prompt] / fmean(costs) for prompt, costs in prompts.items()}
+        table[name] = spread_of(ratios, FIGURES["forwards"])
     return table
 
 

@@ -27,7 +27,7 @@ from hf_spec.evaluation.bench.calibrate.disco import (
     validation_prompts,
 )
 from hf_spec.evaluation.bench.runner import Record
-from hf_spec.evaluation.bench.settings import CalibrationSettings
+from hf_spec.evaluation.settings import CalibrationSettings
 from tests.tiny_models import build, save_disco_adapter, tokenizer
 
 SETTINGS = CalibrationSettings(

@@ -1,11 +1,11 @@
-"""Settings of benchmarks and calibrations, from which their commands build the help."""
+"""Settings of evaluations, from which their commands build the help."""
 
 # Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
@@ -124,3 +124,46 @@ class TreeSettings(Settings):
     node_counts: Internal[tuple[Count, ...]] = (1, 3, 7, 11, 15, 23, 31, 40)
     new_tokens: Annotated[int, Within(2)] = 32
     repeats: Count = 3
+
+
+@dataclass(frozen=True)
+class SamplingPlan(Settings):
+    """Settings of the sampled continuations.
+
+    Attributes:
+        draws: short samples after each sampled prompt.
+        steps: tokens of a sample.
+        rows: batch size of one generate() call.
+        look_ahead: tokens of the answer among which the starting point is chosen.
+        significance: probability of a false alarm over all texts.
+        temperature: sampling temperature.
+        seed: random seed.
+    """
+
+    draws: Annotated[int, Within(20)] = 500
+    steps: Internal[Count] = 3
+    rows: Internal[Count] = 50
+    look_ahead: Internal[Count] = 24
+    significance: Internal[Share] = 1e-4
+    temperature: Annotated[float, Within(0.01)] = 1.0
+    seed: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Sampling arguments of generate()."""
+        return {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+
+
+@dataclass(frozen=True)
+class VerificationPlan(Settings):
+    """Extent of a verification.
+
+    Attributes:
+        new_tokens: new tokens of each greedy output.
+        sampled_prompts: number of prompts to sample from, the shortest ones; 0 for none.
+        sampling: settings of the samples.
+    """
+
+    new_tokens: Count = 64
+    sampled_prompts: Annotated[int, Within(0)] = 4
+    sampling: SamplingPlan = field(default_factory=SamplingPlan)
