@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from hf_spec.cli.command import Command
 from hf_spec.cli.config_file import add_config_option
 from hf_spec.cli.failures import DEBUG_VARIABLE, exit_with_message
 from hf_spec.common.installing import VERSION
@@ -38,8 +39,14 @@ COMMANDS = {
         "hf_spec.cli.serve:serve",
         "Serve a model with a strategy through an OpenAI-compatible API.",
     ),
-    "train": ("hf_spec.cli.train.app:train", "Train the parts that strategies need."),
-    "calibrate": ("hf_spec.cli.train.calibrate:calibrate", "Choose options by measured speed."),
+    "train": (
+        "hf_spec.cli.train.app:train",
+        "Train draft models, draft heads and adaptive tokens.",
+    ),
+    "calibrate": (
+        "hf_spec.cli.train.calibrate:calibrate",
+        "Tune a trained adapter to this machine.",
+    ),
     "verify": (
         "hf_spec.cli.verify:verify",
         "Verify on your model and prompts that a strategy does not change the output.",
@@ -112,7 +119,7 @@ def load_command(name: str) -> Any:
         app.add_typer(attribute, name=name)
         command = get_command(app).commands[name]  # type: ignore[attr-defined]
     else:
-        app.command(name)(attribute)
+        app.command(name, cls=Command)(attribute)
         command = get_command(app)
     for leaf in getattr(command, "commands", {"": command}).values():
         add_config_option(leaf)

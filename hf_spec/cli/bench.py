@@ -26,29 +26,47 @@ def bench(  # noqa: PLR0913 - one parameter per option
     model: options.ModelArgument,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated. Default: lookup."),
+        typer.Option(
+            rich_help_panel=options.STRATEGY,
+            help=f"{options.ENTRY}, without spaces; may be repeated. Default: lookup.",
+        ),
     ] = None,
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,
-    whole: Annotated[bool, typer.Option("--whole", help="Read a text file as one prompt.")] = False,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole", rich_help_panel=options.PROMPTS, help="Read a text file as one prompt."
+        ),
+    ] = False,
     per_task: options.PerTask = 4,
-    task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.")] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(rich_help_panel=options.PROMPTS, help="Only this task; may be repeated."),
+    ] = None,
     suite: Suite,
-    placement: options.Placement,
-    out: Annotated[Path | None, typer.Option(help="JSON file, updated after every prompt.")] = None,
+    out: options.Out = None,
     as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the tables as Markdown.")
+        bool,
+        typer.Option(
+            "--markdown", rich_help_panel=options.OUTPUT, help="Print the tables as Markdown."
+        ),
     ] = False,
     plots: Annotated[
-        Path | None, typer.Option(help="Folder for plots; also times forward passes by size.")
+        Path | None,
+        typer.Option(
+            rich_help_panel=options.OUTPUT,
+            help="Folder for plots; also times forward passes by size.",
+        ),
     ] = None,
+    placement: options.Placement,
 ) -> None:
     """Benchmark strategies against plain generate() and other implementations.
 
-    All contenders run interleaved in one process, prompt by prompt, so that changes of the
-    machine's speed affect all of them.
+    The contenders always include plain generate() and none, the engine without drafting. They run
+    interleaved in one process, so that changes of the machine's speed affect all of them.
 
-        hf-spec bench MODEL --strategy lookup --strategy falcon@HEAD --out results.json
+        hf-spec bench MODEL --strategy falcon@HEAD --out results.json
     """
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts

@@ -17,7 +17,7 @@ def card(
         typer.Option(exists=True, dir_okay=False, help="JSON file of `hf-spec bench --out`."),
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="Hub id of the base model. Default: its name in training.")
+        str | None, typer.Option(help="Target model, Hub id. Default: its name in training.")
     ] = None,
     weights_license: Annotated[
         str | None,

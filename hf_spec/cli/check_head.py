@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 def check_head(
     *,
     model: options.ModelArgument,
-    head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE or block head.")],
+    head: Annotated[str, typer.Argument(help="EAGLE or block head, folder or Hub id.")],
     prompts: options.Prompts = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Total new tokens of the model.")] = 200,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1, rich_help_panel=options.PROMPTS, help="Maximum new tokens, over all prompts."
+        ),
+    ] = 200,
     placement: options.Placement,
 ) -> None:
     """Find the layout of a published head that fits; a wrong one only drafts worse.
@@ -39,7 +44,7 @@ def check_head(
 
     texts, published = load_prompts(prompts, 1), read_ambiguous_head(head)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
-    answers = target_answers(target, [text.encode(tokenizer) for text in texts], new_tokens)
+    answers = target_answers(target, [text.encode(tokenizer) for text in texts], max_new_tokens)
     best = choose_layout(published, target, answers, _print_agreement)
     overrides = _options(best)
     typer.echo(f"fits: {best.config}({overrides})" if overrides else "fits: as its config says")

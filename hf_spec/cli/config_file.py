@@ -64,7 +64,7 @@ def _with_config(
         Path | None,
         # Eager: defaults are needed before other values are parsed.
         typer.Option(
-            help="YAML file with options of this command; the command line overrides them.",
+            help="YAML file with options of this command.",
             exists=True,
             dir_okay=False,
             is_eager=True,

@@ -9,14 +9,14 @@ import typer
 
 
 def export(
-    head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE-3 head.")],
+    head: Annotated[str, typer.Argument(help="EAGLE-3 head, folder or Hub id.")],
     out: Annotated[Path, typer.Argument(help="New folder for config, weights and a card.")],
     engine: Annotated[Literal["vllm", "sglang"], typer.Option("--for", help="Target engine.")],
-    model: Annotated[
+    base_model: Annotated[
         str | None,
         typer.Option(
-            help="Target model, folder or Hub id; only its config is read. Default: the model "
-            "named in the head."
+            help="Target model, folder or Hub id; only its config is read. Default: the one that "
+            "the head names."
         ),
     ] = None,
 ) -> None:
@@ -29,4 +29,4 @@ def export(
     """
     from hf_spec.methods.exporting import export_head
 
-    typer.echo(f"next: {export_head(head, out, engine, model)}")
+    typer.echo(f"next: {export_head(head, out, engine, base_model)}")

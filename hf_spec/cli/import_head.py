@@ -9,7 +9,7 @@ import typer
 
 
 def import_head(
-    repo: Annotated[str, typer.Argument(help="Folder or Hub id of a published head.")],
+    repo: Annotated[str, typer.Argument(help="Published head, folder or Hub id.")],
     out: Annotated[Path, typer.Argument(help="New folder for config, safetensors and a card.")],
 ) -> None:
     """Convert a published head from pickle to safetensors.

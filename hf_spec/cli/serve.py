@@ -19,8 +19,8 @@ def serve(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help=f"{options.ENTRY}. Default: the strategy in the model's generation config, "
-            "otherwise auto."
+            rich_help_panel=options.STRATEGY,
+            help=f"{options.ENTRY}. Default: that of the model's generation config, or auto.",
         ),
     ] = None,
     assistant: options.Assistants = None,

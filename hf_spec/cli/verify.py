@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,14 +27,18 @@ def verify(  # noqa: PLR0913 - one parameter per option
     *,
     model: options.ModelArgument,
     strategy: Annotated[
-        list[str], typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated.")
+        list[str],
+        typer.Option(
+            rich_help_panel=options.STRATEGY,
+            help=f"{options.ENTRY}, without spaces; may be repeated.",
+        ),
     ],
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,
     per_task: options.PerTask = 2,
     plan: VerificationPlan,
+    out: options.Out = None,
     placement: options.Placement,
-    out: Annotated[Path | None, typer.Option(help="JSON file.")] = None,
 ) -> None:
     """Verify on your model and prompts that a strategy does not change the output.
 
@@ -44,7 +47,7 @@ def verify(  # noqa: PLR0913 - one parameter per option
     distribution. Exit status: 0 if there are only ties and drafts were accepted, 1 for a mistake,
     3 if no draft was accepted, so that nothing is proven.
 
-        hf-spec verify MODEL --strategy lookup --strategy tree@DRAFT --out report.json
+        hf-spec verify MODEL --strategy lookup --strategy tree@DRAFT
     """
     from rich.console import Console
     from tqdm import tqdm
@@ -108,8 +111,8 @@ def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
         "passed": "[bold green]passed",
         "failed": "[bold red]FAILED",
         "unproven": f"[bold yellow]NOT PROVEN[/]: no draft was accepted ({unproven}), so nothing "
-        "was tested; try other prompts, more --new-tokens, more --draws, or a fixed draft length "
-        "as in --strategy lookup:max_draft_tokens=5",
+        "was tested; try other prompts, more --max-new-tokens, more --draws, or a fixed draft "
+        "length as in --strategy lookup:max_draft_tokens=5",
     }
     console.print(messages[verification.verdict])
 

@@ -48,7 +48,7 @@ def export_head(
     head = _exportable(os.fspath(name))
     named = _verifier_name(head.config)
     if model is None and named is None:
-        raise OptionError(f"{head.name} does not name its target; pass --model")
+        raise OptionError(f"{head.name} does not name its target; pass --base-model")
     verifier = _verifier(model or str(named), named)
     tensors = canonical_names(head.tensors)
     spec = read_spec(head, tensors, verifier.text)

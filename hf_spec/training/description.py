@@ -20,8 +20,10 @@ class TeacherOptions(Settings):
     """Storage of the target's next-token distributions.
 
     Attributes:
-        teacher: folder for the target's next-token distributions. Default: beside the answers.
+        teacher: target distributions. Default: beside the answers.
     """
+
+    panel = "Model and data"
 
     teacher: Path | None = None
 
@@ -31,9 +33,11 @@ class FeatureOptions(Settings):
     """Storage of the target's features.
 
     Attributes:
-        features: folder for the target's features. Default: beside the answers.
-        store: keep the features on disk, or compute them in every step.
+        features: folder of target features. Default: beside the answers.
+        store: store the features on disk. Otherwise they are computed in every step.
     """
+
+    panel = "Model and data"
 
     features: Path | None = None
     store: bool = True
@@ -44,8 +48,10 @@ class StartOptions(Settings):
     """Starting point of a head.
 
     Attributes:
-        init: head to start from: folder or Hub id; sizes must agree.
+        init: head to start from, folder or Hub id. Its sizes must agree.
     """
+
+    panel = "Model and data"
 
     init: str | None = None
 

@@ -18,7 +18,9 @@ def chat(
     model: options.ModelArgument,
     settings: options.AnswerSettings = CHAT_DEFAULTS,
     assistant: options.Assistants = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    system: Annotated[
+        str | None, typer.Option(rich_help_panel="Generation", help="System message.")
+    ] = None,
     placement: options.Placement,
 ) -> None:
     """Chat with a model in the terminal.
@@ -28,7 +30,7 @@ def chat(
 
         hf-spec chat MODEL
         hf-spec chat MODEL --strategy falcon@HEAD --max-new-tokens 256
-        hf-spec chat MODEL --assistant HEAD --assistant DRAFT --sample --temperature 0.7
+        hf-spec chat MODEL --assistant HEAD --assistant DRAFT --do-sample --temperature 0.7
     """
     from rich.console import Console
 

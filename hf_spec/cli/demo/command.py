@@ -9,20 +9,21 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from hf_spec.cli.options import ENTRY, Assistants
+from hf_spec.cli import options
 
 
 def demo(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{ENTRY}, compared with none; may be repeated; the last is replayed beside plain "
-            "generate(). Default: lookup, falcon and auto."
+            rich_help_panel=options.STRATEGY,
+            help=f"{options.ENTRY}, compared with none; may be repeated; the last is replayed "
+            "beside plain generate(). Default: lookup, falcon and auto.",
         ),
     ] = None,
-    assistant: Assistants = None,
+    assistant: options.Assistants = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each contender.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens.")] = 128,
 ) -> None:
     """Compare plain and speculative generation of a small real model on four prompts.
 

@@ -16,40 +16,58 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hf_spec.cli import options
+from hf_spec.cli.command import Command
 from hf_spec.cli.train import common
 from hf_spec.methods.trainings import known_trainings
 from hf_spec.training.description import Training
 from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
 
-train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies need.")
+train = typer.Typer(
+    no_args_is_help=True, help="Train draft models, draft heads and adaptive tokens."
+)
 
 
-@train.command("responses")
+@train.command("responses", cls=Command)
 @options.from_settings
 def train_responses_command(  # noqa: PLR0913 - one parameter an option
     *,
-    model: options.ModelOption,
+    model: common.Model,
     prompts: Annotated[
-        Path, typer.Option(exists=True, dir_okay=False, help="JSON lines with id, task, turns.")
+        Path,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            rich_help_panel=common.FILES,
+            help="JSON lines with id, task, turns.",
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run resumes here.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            rich_help_panel=common.FILES, help="JSON lines; an interrupted run resumes here."
+        ),
+    ],
     settings: ResponseSettings,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = BATCH_SIZE,
+    batch_size: Annotated[
+        int, typer.Option(min=1, rich_help_panel="Generation", help="Prompts per batch.")
+    ] = BATCH_SIZE,
     features: Annotated[
         Literal["last", "fused"] | None,
-        typer.Option(help="Store hidden states of the target too: the last ones, or more layers."),
+        typer.Option(
+            rich_help_panel=common.FILES,
+            help="Also store hidden states of the target: of the last layer, or of several.",
+        ),
     ] = None,
     placement: options.Placement,
 ) -> None:
-    """Write the target's own answers, from which every other training learns.
+    """Generate the target's answers, which are the training data of all other trainings.
 
-    On a CPU batches of about 128 give the most tokens per second, and --dtype bfloat16 is
-    faster than float32 if the processor computes in it. An interrupted run resumes.
-    Prompts that share thirteen words in a row with those of hf-spec bench are left out.
-    --features last saves a later train falcon a pass of the target over all texts, and --features
-    fused a later train falcon --fused or train eagle.
+    On a CPU, batches of about 128 prompts are the fastest, and --dtype bfloat16 is faster if the
+    processor has bfloat16 instructions. Prompts that share thirteen consecutive words with those
+    of hf-spec bench are skipped. --features last saves one pass of the target in train falcon;
+    --features fused saves it in train eagle and train falcon --fused.
 
-        hf-spec train responses --model MODEL --prompts prompts.jsonl --out answers.jsonl
+        hf-spec train responses MODEL --prompts prompts.jsonl --out answers.jsonl
     """
     from tqdm import tqdm
 
@@ -82,7 +100,7 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
             target, tokenizer, usable, out, settings, batch_size, progress, recorder
         )
     typer.echo(f"{out} is complete; {left_out} prompts were too long")
-    words = ("--model", model, "--responses", out, "--out", out.with_name(f"{out.stem}-head"))
+    words = (model, "--responses", out, "--out", out.with_name(f"{out.stem}-head"))
     method = next(t.name for t in known_trainings() if t.features == (features or "last"))
     typer.echo(f"next: {common.next_command('train', method, *words, placement=placement)}")
 
@@ -93,9 +111,12 @@ def add_command(training: Training) -> None:
     def command(**values: Any) -> None:
         _run(training, **values)
 
-    out = typer.Option(help=f"Folder for {training.result}; an interrupted run resumes.")
+    out = typer.Option(
+        rich_help_panel=common.FILES,
+        help=f"Folder for {training.result}; resumes if interrupted.",
+    )
     annotations = {
-        "model": options.ModelOption,
+        "model": common.Model,
         "responses": common.ResponseFiles if training.several_files else common.Responses,
         "out": Annotated[Path, out],
         "settings": training.settings,

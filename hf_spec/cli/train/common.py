@@ -5,33 +5,34 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand
 
-from hf_spec.cli.options import Placement
+from hf_spec.cli.command import Command
+from hf_spec.cli.options import Placement, check_model_name
 
 if TYPE_CHECKING:
     from hf_spec.training.job import TrainingResult
 
-Responses = Annotated[
-    Path,
-    typer.Option(
-        exists=True, dir_okay=False, help="The target's answers, from `hf-spec train responses`."
+FILES: Final = "Model and data"
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Target model, folder or Hub id.",
+        rich_help_panel=FILES,
+        callback=check_model_name,
     ),
 ]
+_RESPONSES: Any = {"exists": True, "dir_okay": False, "rich_help_panel": FILES}
+Responses = Annotated[Path, typer.Option(**_RESPONSES, help="Answers of hf-spec train responses.")]
 ResponseFiles = Annotated[
     list[Path],
-    typer.Option(
-        exists=True,
-        dir_okay=False,
-        help="Answers of `hf-spec train responses`; may be repeated.",
-    ),
+    typer.Option(**_RESPONSES, help="Answers of train responses; may be repeated."),
 ]
 
 
-class RecordedCommand(TyperCommand):
+class RecordedCommand(Command):
     """Command whose options are written to the run record of the training that it starts."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -43,7 +44,7 @@ class RecordedCommand(TyperCommand):
 
 
 def conclude(result: TrainingResult, next_step: str) -> None:
-    """Print how well a training ended and what to do next, in one of its processes."""
+    """Print the held-out metrics and the next command, in the main process."""
     from hf_spec.training.trainer import processes
 
     if not processes().is_main_process:
@@ -67,7 +68,7 @@ def next_command(*words: object, placement: Placement) -> str:
 
 
 def bench_command(model: object, strategy: str, placement: Placement) -> str:
-    """Return the command that measures what has just been trained or calibrated."""
+    """Return the command that benchmarks a trained or calibrated strategy."""
     return next_command("bench", model, "--strategy", strategy, placement=placement)
 
 

@@ -20,7 +20,8 @@ def ui(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{options.ENTRY}; may be repeated for a choice on the page. Default: auto."
+            rich_help_panel=options.STRATEGY,
+            help=f"{options.ENTRY}; may be repeated for a choice on the page. Default: auto.",
         ),
     ] = None,
     assistant: options.Assistants = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hf_spec.common.settings import Count, Internal, Settings, Share, Within
+from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Within
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class SamplingPlan(Settings):
     """Settings of the sampled continuations.
 
     Attributes:
-        draws: short samples after each sampled prompt.
+        draws: samples of three tokens after each sampled prompt.
         steps: tokens of a sample.
         rows: batch size of one generate() call.
         look_ahead: tokens of the answer among which the starting point is chosen.
@@ -23,6 +23,8 @@ class SamplingPlan(Settings):
         temperature: sampling temperature.
         seed: random seed.
     """
+
+    panel = "Checks"
 
     draws: Annotated[int, Within(20)] = 500
     steps: Internal[Count] = 3
@@ -43,11 +45,13 @@ class VerificationPlan(Settings):
     """Extent of a verification.
 
     Attributes:
-        new_tokens: new tokens of each greedy output.
-        sampled_prompts: number of prompts to sample from, the shortest ones; 0 for none.
+        new_tokens: maximum new tokens of a greedy output.
+        sampled_prompts: prompts to sample after, the shortest ones; 0 for none.
         sampling: settings of the samples.
     """
 
-    new_tokens: Count = 64
+    panel = "Checks"
+
+    new_tokens: Annotated[Count, Named("max_new_tokens")] = 64
     sampled_prompts: Annotated[int, Within(0)] = 4
     sampling: SamplingPlan = field(default_factory=SamplingPlan)

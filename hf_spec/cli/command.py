@@ -1,0 +1,130 @@
+"""Sub-command with a compact `--help` and suggestions for other names of its options.
+
+typer's own help has a column each for names, negated names, types and texts, which leaves ten
+characters for the texts at 80 columns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from difflib import get_close_matches
+from typing import Any, Final
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand
+
+# Panel of the options that every command has; shown last.
+GENERAL: Final = "General"
+# Below this width, texts are printed under the names of their options.
+NARROW: Final = 60
+LONGEST_LABEL: Final = 30
+# Options whose names here do not resemble those of other tools.
+OTHER_NAMES: Final = {
+    "--model": "MODEL, an argument without --model",
+    "--accumulate": "--gradient-accumulation-steps",
+    "--evaluate-every": "--eval-steps",
+    "--vocabulary": "--vocab-size",
+    "--max-batch": "--max-num-seqs",
+    "--max-length": "--max-model-len",
+    "--longest": "--max-draft-tokens",
+    "--client-templates": "--trust-request-chat-template",
+}
+
+
+def suggestions(name: str, command: Any) -> list[str]:
+    """Return the parameters of a command that an unknown option may mean."""
+    options = [option for p in command.params for option in (*p.opts, *p.secondary_opts)]
+    other = OTHER_NAMES.get(name, "")
+    if other in options or (name == "--model" and "model" in options):
+        return [other]
+    return get_close_matches(name, [option for option in options if option.startswith("--")])
+
+
+class Command(TyperCommand):
+    """Command whose options are grouped by their `rich_help_panel`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse arguments; the error for an unknown option suggests the right one."""
+        try:
+            return super().parse_args(ctx, args)
+        # The usage error of the click version that typer contains or imports.
+        except typer.BadParameter.__mro__[1] as error:
+            if hasattr(error, "possibilities"):
+                error.possibilities = suggestions(error.option_name, self)
+            raise
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        console = Console(highlight=False)
+        panels: dict[str, list[Any]] = {}
+        for parameter in self.get_params(ctx):
+            is_option = parameter.param_type_name == "option"
+            title = "Options" if is_option else "Arguments"
+            if parameter.name in {"config", "help"}:
+                title = GENERAL
+            panels.setdefault(parameter.rich_help_panel or title, []).append(parameter)
+        arguments = (_label(p, ctx) for p in self.params if p.param_type_name == "argument")
+        console.print(
+            f"Usage: {ctx.command_path} [OPTIONS]", *arguments, markup=False, style="bold"
+        )
+        console.print()
+        for paragraph in inspect.cleandoc(self.help or "").split("\n\n"):
+            lines = paragraph if paragraph.startswith("    ") else " ".join(paragraph.split())
+            console.print(Text(lines.replace("`", "")), Text(), sep="\n")
+        general = panels.pop(GENERAL)
+        for title, parameters in [*panels.items(), (GENERAL, general)]:
+            rows = [(_label(p, ctx), _text(p, ctx)) for p in parameters]
+            console.print(Panel(_drawn(rows, console.width), title=title, title_align="left"))
+
+
+def _label(parameter: Any, ctx: Any) -> str:
+    """Return the names of an option with the kind of its value, or the name of an argument."""
+    if parameter.param_type_name == "argument":
+        name = parameter.name.upper()
+        return name if parameter.required else f"[{name}]"
+    names = parameter.opts[-1]
+    if parameter.secondary_opts:
+        negated = parameter.secondary_opts[0]
+        is_plain = negated == names.replace("--", "--no-", 1)
+        names = names.replace("--", "--[no-]", 1) if is_plain else f"{names}/{negated}"
+    kind = parameter.get_help_record(ctx)[0].partition(" <")[2].rstrip(">")
+    if "|" not in kind:
+        kind = kind.removesuffix(" range").removeprefix("list[").rstrip("]").upper()
+    return f"{names} {kind}".rstrip()
+
+
+def _text(parameter: Any, ctx: Any) -> Text:
+    """Return the help of a parameter with its default."""
+    notes = re.search(r"\[default: ([^;\]]+)", parameter.get_help_record(ctx)[1])
+    text = Text(parameter.help.replace("`", ""))
+    if notes is not None:
+        is_on = f"--{notes[1]}" in parameter.opts
+        text.append(f" [default: {'on' if is_on else notes[1]}]", "dim")
+    if parameter.required and parameter.param_type_name == "option":
+        text.append(" [required]", "red")
+    return text
+
+
+def _drawn(rows: list[tuple[str, Text]], width: int) -> RenderableType:
+    if width < NARROW:
+        return Group(
+            *(part for label, text in rows for part in (Text(label, "cyan"), Padding(text, (0, 2))))
+        )
+    table = Table.grid(padding=(0, 2, 0, 0))
+    # Longer labels continue on a second line after the name.
+    lines = [
+        line
+        for label, _ in rows
+        for line in ([label] if len(label) <= LONGEST_LABEL else label.split())
+    ]
+    table.add_column(style="cyan", width=max(map(len, lines)), overflow="fold")
+    table.add_column()
+    for label, text in rows:
+        table.add_row(Text(label), text)
+    return table
