@@ -26,38 +26,20 @@ def bench(  # noqa: PLR0913 - one parameter per option
     model: options.ModelArgument,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(
-            rich_help_panel=options.STRATEGY,
-            help=f"{options.ENTRY}, without spaces; may be repeated. Default: lookup.",
-        ),
+        typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated. Default: lookup."),
     ] = None,
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,
-    whole: Annotated[
-        bool,
-        typer.Option(
-            "--whole", rich_help_panel=options.PROMPTS, help="Read a text file as one prompt."
-        ),
-    ] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Read a text file as one prompt.")] = False,
     per_task: options.PerTask = 4,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(rich_help_panel=options.PROMPTS, help="Only this task; may be repeated."),
-    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.")] = None,
     suite: Suite,
     out: options.Out = None,
     as_markdown: Annotated[
-        bool,
-        typer.Option(
-            "--markdown", rich_help_panel=options.OUTPUT, help="Print the tables as Markdown."
-        ),
+        bool, typer.Option("--markdown", help="Print the tables as Markdown.")
     ] = False,
     plots: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=options.OUTPUT,
-            help="Folder for plots; also times forward passes by size.",
-        ),
+        Path | None, typer.Option(help="Folder for plots; also times forward passes by size.")
     ] = None,
     placement: options.Placement,
 ) -> None:
@@ -70,7 +52,7 @@ def bench(  # noqa: PLR0913 - one parameter per option
     """
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts
-    from hf_spec.evaluation.bench.entries import parse_entries
+    from hf_spec.evaluation.bench.entries import parse_entries, with_baseline
     from hf_spec.evaluation.bench.suite import Benchmark
 
     options.check_out(out, prompts)
@@ -79,7 +61,7 @@ def bench(  # noqa: PLR0913 - one parameter per option
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         raise OptionError(f"--plots needs matplotlib: {how_to_install('bench')}")
     default = ["lookup"] if suite.synthetic_acceptance is None else []
-    entries = parse_entries(strategy or default, assistant or [])
+    entries = with_baseline(parse_entries(strategy or default, assistant or []))
     texts = load_prompts(prompts, per_task, task or (), whole)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     suite = replace(suite, step_cost=plots is not None)

@@ -19,10 +19,7 @@ def check_head(
     head: Annotated[str, typer.Argument(help="EAGLE or block head, folder or Hub id.")],
     prompts: options.Prompts = None,
     max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1, rich_help_panel=options.PROMPTS, help="Maximum new tokens, over all prompts."
-        ),
+        int, typer.Option(min=1, help="Maximum new tokens, over all prompts.")
     ] = 200,
     placement: options.Placement,
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -21,6 +21,21 @@ from typer.core import TyperCommand
 
 # Panel of the options that every command has; shown last.
 GENERAL: Final = "General"
+# Panels of options that several commands define.
+PANELS: Final = {
+    GENERAL: ("config", "help"),
+    "Strategy": ("strategy", "assistant"),
+    "Prompts": (
+        "prompt_file",
+        "prompts",
+        "whole",
+        "per_task",
+        "task",
+        "chat_template",
+        "batch_size",
+    ),
+    "Output": ("out", "stats", "as_json", "as_markdown", "plots"),
+}
 # Below this width, texts are printed under the names of their options.
 NARROW: Final = 60
 LONGEST_LABEL: Final = 30
@@ -47,7 +62,10 @@ def suggestions(name: str, command: Any) -> list[str]:
 
 
 class Command(TyperCommand):
-    """Command whose options are grouped by their `rich_help_panel`."""
+    """Command whose options are grouped by their `rich_help_panel` or by `PANELS`."""
+
+    panels: ClassVar = {name: title for title, names in PANELS.items() for name in names}
+    other_panels: ClassVar = {"argument": "Arguments", "option": "Options"}
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse arguments; the error for an unknown option suggests the right one."""
@@ -64,11 +82,8 @@ class Command(TyperCommand):
         console = Console(highlight=False)
         panels: dict[str, list[Any]] = {}
         for parameter in self.get_params(ctx):
-            is_option = parameter.param_type_name == "option"
-            title = "Options" if is_option else "Arguments"
-            if parameter.name in {"config", "help"}:
-                title = GENERAL
-            panels.setdefault(parameter.rich_help_panel or title, []).append(parameter)
+            by_name = self.panels.get(parameter.name, self.other_panels[parameter.param_type_name])
+            panels.setdefault(parameter.rich_help_panel or by_name, []).append(parameter)
         arguments = (_label(p, ctx) for p in self.params if p.param_type_name == "argument")
         console.print(
             f"Usage: {ctx.command_path} [OPTIONS]", *arguments, markup=False, style="bold"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from inspect import Parameter
 from pathlib import Path
 from types import GenericAlias
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 
@@ -21,10 +21,6 @@ from hf_spec.common.errors import OptionError
 from hf_spec.common.files import check_regular
 from hf_spec.common.settings import Count, Named, Setting, Settings, Share, Within, setting_fields
 
-# Panels of options in a help text.
-STRATEGY: Final = "Strategy"
-PROMPTS: Final = "Prompts"
-OUTPUT: Final = "Output"
 # Strategy on a command line, parsed by `hf_spec.evaluation.bench.entries`.
 ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
 
@@ -59,7 +55,7 @@ class AnswerSettings(Settings):
     """
 
     panel = "Generation"
-    other_panels: ClassVar = {STRATEGY: ("strategy",)}
+    other_panels: ClassVar = {"Strategy": ("strategy",)}
 
     strategy: str = "auto"
     max_new_tokens: Count = 256
@@ -118,9 +114,8 @@ ModelArgument = Annotated[
 Assistants = Annotated[
     list[str] | None,
     typer.Option(
-        rich_help_panel=STRATEGY,
         help="Adapter or draft model of strategies that name none: folder, Hub id, or truncated:N "
-        "for the target's first N layers; may be repeated.",
+        "for the target's first N layers; may be repeated."
     ),
 ]
 Prompts = Annotated[
@@ -128,15 +123,12 @@ Prompts = Annotated[
     typer.Option(
         exists=True,
         dir_okay=False,
-        rich_help_panel=PROMPTS,
         help="JSON lines with id, task and turns (.jsonl), or text with one prompt per line. "
         "Default: the prompts of this package.",
     ),
 ]
-PerTask = Annotated[
-    int, typer.Option(min=1, rich_help_panel=PROMPTS, help="Number of prompts per task.")
-]
-Out = Annotated[Path | None, typer.Option(rich_help_panel=OUTPUT, help="JSON file of the results.")]
+PerTask = Annotated[int, typer.Option(min=1, help="Number of prompts per task.")]
+Out = Annotated[Path | None, typer.Option(help="JSON file of the results.")]
 
 
 def check_out(path: Path | None, *sources: Path | None) -> None:

@@ -19,8 +19,7 @@ def serve(
     strategy: Annotated[
         str | None,
         typer.Option(
-            rich_help_panel=options.STRATEGY,
-            help=f"{options.ENTRY}. Default: that of the model's generation config, or auto.",
+            help=f"{options.ENTRY}. Default: that of the model's generation config, or auto."
         ),
     ] = None,
     assistant: options.Assistants = None,

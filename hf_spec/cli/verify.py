@@ -27,11 +27,7 @@ def verify(  # noqa: PLR0913 - one parameter per option
     *,
     model: options.ModelArgument,
     strategy: Annotated[
-        list[str],
-        typer.Option(
-            rich_help_panel=options.STRATEGY,
-            help=f"{options.ENTRY}, without spaces; may be repeated.",
-        ),
+        list[str], typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated.")
     ],
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,
@@ -140,7 +136,8 @@ def _differences(verification: Verification, tokenizer: Any) -> Table:
         for output in verification.greedy
         for diff in output.differences
     ]
-    return Table(("prompt", "position", "plain", "output", "margin", "error", "reason"), rows)
+    head = ("prompt", "position", "plain", "output", "margin", "error", "reason")
+    return Table(head, rows, wrapped=(6, 0, 2, 3))
 
 
 def _show_sampling(console: Console, result: SamplingResult) -> None:

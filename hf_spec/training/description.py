@@ -14,6 +14,9 @@ from typing import Literal
 from hf_spec.common.settings import Settings
 from hf_spec.training.settings import TrainSettings
 
+# Panel of the model, the answers and what is computed from them, in a help text.
+DATA = "Model and data"
+
 
 @dataclass(frozen=True)
 class TeacherOptions(Settings):
@@ -23,7 +26,7 @@ class TeacherOptions(Settings):
         teacher: target distributions. Default: beside the answers.
     """
 
-    panel = "Model and data"
+    panel = DATA
 
     teacher: Path | None = None
 
@@ -37,7 +40,7 @@ class FeatureOptions(Settings):
         store: store the features on disk. Otherwise they are computed in every step.
     """
 
-    panel = "Model and data"
+    panel = DATA
 
     features: Path | None = None
     store: bool = True
@@ -51,7 +54,7 @@ class StartOptions(Settings):
         init: head to start from, folder or Hub id. Its sizes must agree.
     """
 
-    panel = "Model and data"
+    panel = DATA
 
     init: str | None = None
 

@@ -48,7 +48,7 @@ ANSWERED_AT_ONCE = [
     ["train", "falcon", "--nois", "x"],
     ["verify", "model", "--dtype", "fp16"],
     ["bench", "./no-such-model"],
-    ["train", "draft", "--model", "no/such/model"],
+    ["train", "draft", "no/such/model"],
     *([*name.split(), "--help"] for name in LEAVES),
 ]
 

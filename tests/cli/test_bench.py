@@ -14,7 +14,7 @@ from hf_spec.cli.app import build_app
 from hf_spec.cli.bench import show
 from hf_spec.evaluation.bench.suite import Benchmark
 
-SHORT = ["--new-tokens", "6", "--repeats", "2", "--no-baselines"]
+SHORT = ["--max-new-tokens", "6", "--repeats", "2", "--no-baselines"]
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_tables_are_printed_and_every_record_written(command: Any, tmp_path: Pat
     out = tmp_path / "results.json"
     tree = "tree:max_draft_tokens=2"
     strategies = ["--strategy", "lookup", "--strategy", tree, "--assistant", "truncated:2"]
-    result = command(*strategies, "--batch", "1", "--batch", "2", "--out", str(out))
+    result = command(*strategies, "--batch-size", "1", "--batch-size", "2", "--out", str(out))
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     found = [record["contender"] for record in written["records"][:3]]
@@ -130,11 +130,11 @@ def test_an_interrupted_run_leaves_what_it_has(
         (["--strategy", "tree"], "needs --assistant"),
         (["--strategy", "draft@truncated:9"], "num_layers=9"),
         (["--task", "math"], "no prompts of task 'math'; it has count, letters"),
-        (["--batch", "3"], "a batch of 3 rows needs 3 prompts, but there are 2"),
+        (["--batch-size", "3"], "a batch of 3 rows needs 3 prompts, but there are 2"),
         (["--device", "cuda"], "--device cuda"),
-        (["--temperature", "0.5"], "--temperature 0.5 needs --sample"),
+        (["--temperature", "0.5"], "--temperature 0.5 needs --do-sample"),
         (["--out", "/no/such/folder/results.json"], "there is no folder"),
-        (["--sample", "--synthetic-acceptance", "0.5"], "choose greedy decoding"),
+        (["--do-sample", "--synthetic-acceptance", "0.5"], "choose greedy decoding"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(
@@ -150,7 +150,7 @@ def test_what_cannot_be_is_said_before_anything_runs(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--prompts", "none.jsonl"], ["--synthetic-acceptance", "1.5"], ["--batch", "0"]],
+    [["--prompts", "none.jsonl"], ["--synthetic-acceptance", "1.5"], ["--batch-size", "0"]],
 )
 def test_wrong_usage(command: Any, arguments: list[str]) -> None:
     result = command(*arguments)

@@ -15,7 +15,7 @@ from tests.tiny_models import build
 def test_a_folder_and_the_next_command(tmp_path: Path) -> None:
     build("llama").config.save_pretrained(tmp_path / "target")
     out = tmp_path / "out"
-    arguments = ["export", sample().folder, str(out), "--model", str(tmp_path / "target")]
+    arguments = ["export", sample().folder, str(out), "--base-model", str(tmp_path / "target")]
     done = CliRunner().invoke(build_app(), [*arguments, "--for", "sglang"])
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("next: python -m sglang.launch_server --model-path ")

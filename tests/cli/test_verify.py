@@ -13,7 +13,7 @@ from hf_spec.cli.app import build_app
 from hf_spec.engine.decode import drafter
 from tests.biased_rules import OneTooMany, RedrawnBonus
 
-SHORT = ["--new-tokens", "8", "--draws", "200"]
+SHORT = ["--max-new-tokens", "8", "--draws", "200"]
 
 
 @pytest.fixture

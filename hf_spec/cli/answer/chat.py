@@ -18,9 +18,7 @@ def chat(
     model: options.ModelArgument,
     settings: options.AnswerSettings = CHAT_DEFAULTS,
     assistant: options.Assistants = None,
-    system: Annotated[
-        str | None, typer.Option(rich_help_panel="Generation", help="System message.")
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     placement: options.Placement,
 ) -> None:
     """Chat with a model in the terminal.

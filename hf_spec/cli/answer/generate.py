@@ -24,20 +24,13 @@ def generate(  # noqa: PLR0913 - one parameter per option
     model: options.ModelArgument,
     prompt: Annotated[str | None, typer.Argument(help="Prompt; - reads standard input.")] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            rich_help_panel=options.PROMPTS,
-            help="Text file with the prompt.",
-        ),
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Text file with the prompt.")
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            rich_help_panel=options.PROMPTS,
             help="JSON lines with turns and id (.jsonl), or text with one prompt per line. "
             "Processes of accelerate or torchrun share them.",
         ),
@@ -46,43 +39,25 @@ def generate(  # noqa: PLR0913 - one parameter per option
         bool | None,
         typer.Option(
             "--chat-template/--raw",
-            rich_help_panel=options.PROMPTS,
             help="Apply the model's chat template, or continue the text. Default: apply it if "
             "there is one.",
         ),
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            rich_help_panel=options.PROMPTS,
-            help=f"Prompts of --prompts per batch. Default: {BATCH_SIZE}.",
-        ),
+        typer.Option(min=1, help=f"Prompts of --prompts per batch. Default: {BATCH_SIZE}."),
     ] = None,
     settings: options.AnswerSettings,
     assistant: options.Assistants = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            rich_help_panel=options.OUTPUT,
-            help="JSON lines with the answers to --prompts; an interrupted run resumes.",
-        ),
+        typer.Option(help="JSON lines with the answers to --prompts; an interrupted run resumes."),
     ] = None,
     stats: Annotated[
-        bool,
-        typer.Option(
-            "--stats",
-            rich_help_panel=options.OUTPUT,
-            help="Print statistics to standard error.",
-        ),
+        bool, typer.Option("--stats", help="Print statistics to standard error.")
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            rich_help_panel=options.OUTPUT,
-            help="Print one JSON object: text, token ids and statistics.",
-        ),
+        bool, typer.Option("--json", help="Print one JSON object: text, token ids and statistics.")
     ] = False,
     placement: options.Placement,
 ) -> None:
@@ -98,6 +73,7 @@ def generate(  # noqa: PLR0913 - one parameter per option
         accelerate launch -m hf_spec generate MODEL --prompts in.jsonl --out out.jsonl
     """
     from hf_spec.cli.answer.console_streamer import ConsoleStreamer
+    from hf_spec.cli.answer.legend import legend
     from hf_spec.cli.answer.responder import Responder
 
     if prompts is not None or out is not None:
@@ -136,7 +112,8 @@ def generate(  # noqa: PLR0913 - one parameter per option
     else:
         typer.echo("" if streams else answer)
     if stats:
-        typer.echo(f"{responder.entry.name}:\n{output.spec_stats}", err=True)
+        shown = f"{responder.entry.name}:\n{output.spec_stats}\n\n{legend(output.spec_stats)}"
+        typer.echo(shown, err=True)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

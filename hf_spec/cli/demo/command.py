@@ -16,9 +16,8 @@ def demo(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            rich_help_panel=options.STRATEGY,
             help=f"{options.ENTRY}, compared with none; may be repeated; the last is replayed "
-            "beside plain generate(). Default: lookup, falcon and auto.",
+            "beside plain generate(). Default: lookup, falcon and auto."
         ),
     ] = None,
     assistant: options.Assistants = None,

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hf_spec.cli import options
-from hf_spec.cli.command import Command
 from hf_spec.cli.train import common
 from hf_spec.methods.trainings import known_trainings
 from hf_spec.training.description import Training
@@ -27,35 +26,21 @@ train = typer.Typer(
 )
 
 
-@train.command("responses", cls=Command)
+@train.command("responses", cls=common.DataCommand)
 @options.from_settings
 def train_responses_command(  # noqa: PLR0913 - one parameter an option
     *,
-    model: common.Model,
+    model: options.ModelArgument,
     prompts: Annotated[
-        Path,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            rich_help_panel=common.FILES,
-            help="JSON lines with id, task, turns.",
-        ),
+        Path, typer.Option(exists=True, dir_okay=False, help="JSON lines with id, task, turns.")
     ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            rich_help_panel=common.FILES, help="JSON lines; an interrupted run resumes here."
-        ),
-    ],
+    out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run resumes here.")],
     settings: ResponseSettings,
-    batch_size: Annotated[
-        int, typer.Option(min=1, rich_help_panel="Generation", help="Prompts per batch.")
-    ] = BATCH_SIZE,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = BATCH_SIZE,
     features: Annotated[
         Literal["last", "fused"] | None,
         typer.Option(
-            rich_help_panel=common.FILES,
-            help="Also store hidden states of the target: of the last layer, or of several.",
+            help="Also store hidden states of the target: of the last layer, or of several."
         ),
     ] = None,
     placement: options.Placement,
@@ -111,12 +96,9 @@ def add_command(training: Training) -> None:
     def command(**values: Any) -> None:
         _run(training, **values)
 
-    out = typer.Option(
-        rich_help_panel=common.FILES,
-        help=f"Folder for {training.result}; resumes if interrupted.",
-    )
+    out = typer.Option(help=f"Folder for {training.result}; resumes if interrupted.")
     annotations = {
-        "model": common.Model,
+        "model": options.ModelArgument,
         "responses": common.ResponseFiles if training.several_files else common.Responses,
         "out": Annotated[Path, out],
         "settings": training.settings,

@@ -9,37 +9,25 @@ from typing import Annotated
 import typer
 
 from hf_spec.cli import options
-from hf_spec.cli.command import Command
-from hf_spec.cli.train.common import FILES, Model, Responses, bench_command, show_table
+from hf_spec.cli.train.common import DataCommand, Responses, bench_command, show_table
 from hf_spec.evaluation.bench.settings import CalibrationSettings, TreeSettings
 
 calibrate = typer.Typer(no_args_is_help=True, help="Tune a trained adapter to this machine.")
 
 
-@calibrate.command("disco", cls=Command)
+@calibrate.command("disco", cls=DataCommand)
 @options.from_settings
 def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     *,
-    model: Model,
-    adapter: Annotated[
-        Path,
-        typer.Option(exists=True, rich_help_panel=FILES, help="Folder of hf-spec train disco."),
-    ],
+    model: options.ModelArgument,
+    adapter: Annotated[Path, typer.Option(exists=True, help="Folder of hf-spec train disco.")],
     prompts: Annotated[
-        Path,
-        typer.Option(
-            exists=True,
-            rich_help_panel=FILES,
-            help="JSON lines; only the held-out prompts are used.",
-        ),
+        Path, typer.Option(exists=True, help="JSON lines; only the held-out prompts are used.")
     ],
     use_all: Annotated[
-        bool,
-        typer.Option("--all", rich_help_panel=FILES, help="Use all prompts, not only held-out."),
+        bool, typer.Option("--all", help="Use all prompts, not only held-out.")
     ] = False,
-    max_prompts: Annotated[
-        int, typer.Option(min=1, rich_help_panel=FILES, help="Maximum number of prompts.")
-    ] = 12,
+    max_prompts: Annotated[int, typer.Option(min=1, help="Maximum number of prompts.")] = 12,
     settings: CalibrationSettings,
     placement: options.Placement,
 ) -> None:
@@ -84,19 +72,14 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     typer.echo(f"next: {bench_command(model, f'disco@{adapter}', placement)}")
 
 
-@calibrate.command("falcon", cls=Command)
+@calibrate.command("falcon", cls=DataCommand)
 @options.from_settings
 def calibrate_falcon_command(
     *,
-    model: Model,
-    adapter: Annotated[
-        Path,
-        typer.Option(exists=True, rich_help_panel=FILES, help="Folder of hf-spec train falcon."),
-    ],
+    model: options.ModelArgument,
+    adapter: Annotated[Path, typer.Option(exists=True, help="Folder of hf-spec train falcon.")],
     responses: Responses,
-    max_answers: Annotated[
-        int, typer.Option(min=1, rich_help_panel=FILES, help="Maximum number of answers.")
-    ] = 100,
+    max_answers: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 100,
     settings: TreeSettings,
     placement: options.Placement,
 ) -> None:

@@ -5,34 +5,34 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from hf_spec.cli.command import Command
-from hf_spec.cli.options import Placement, check_model_name
+from hf_spec.cli.command import GENERAL, Command
+from hf_spec.cli.options import Placement
+from hf_spec.training.description import DATA
 
 if TYPE_CHECKING:
     from hf_spec.training.job import TrainingResult
 
-FILES: Final = "Model and data"
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="Target model, folder or Hub id.",
-        rich_help_panel=FILES,
-        callback=check_model_name,
-    ),
+Responses = Annotated[
+    Path, typer.Option(exists=True, dir_okay=False, help="Answers of hf-spec train responses.")
 ]
-_RESPONSES: Any = {"exists": True, "dir_okay": False, "rich_help_panel": FILES}
-Responses = Annotated[Path, typer.Option(**_RESPONSES, help="Answers of hf-spec train responses.")]
 ResponseFiles = Annotated[
     list[Path],
-    typer.Option(**_RESPONSES, help="Answers of train responses; may be repeated."),
+    typer.Option(exists=True, dir_okay=False, help="Answers of train responses; may be repeated."),
 ]
 
 
-class RecordedCommand(Command):
+class DataCommand(Command):
+    """Command whose options, except settings, name the model and the data."""
+
+    panels: ClassVar = dict.fromkeys(("config", "help"), GENERAL)
+    other_panels: ClassVar = dict.fromkeys(("argument", "option"), DATA)
+
+
+class RecordedCommand(DataCommand):
     """Command whose options are written to the run record of the training that it starts."""
 
     def invoke(self, ctx: Any) -> Any:

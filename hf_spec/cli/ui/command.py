@@ -20,8 +20,7 @@ def ui(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            rich_help_panel=options.STRATEGY,
-            help=f"{options.ENTRY}; may be repeated for a choice on the page. Default: auto.",
+            help=f"{options.ENTRY}; may be repeated for a choice on the page. Default: auto."
         ),
     ] = None,
     assistant: options.Assistants = None,

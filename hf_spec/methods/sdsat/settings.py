@@ -36,8 +36,8 @@ class SdsatTrainSettings(Settings):
         loss: equation 9, or 8 (basic). They are the paper's.
         layout: windows branch off the text, or replace tokens in it. Default: by mode and loss.
         start_share: share of window starts. They are positions of the answer.
-        adaptive_weight: weight of adaptive positions. It is relative to clean text, w of equation 9.
-        soft_weight: weight of target distributions. It is 0 to 1, of a cross-entropy.
+        adaptive_weight: weight of adaptive positions. Relative to clean text; w of equation 9.
+        soft_weight: weight of target distributions. Of the cross-entropy with them, 0 to 1.
         infilling: share of code to infill. One half is PSM, the other SPM; the paper has
             0.5.
         infilling_task: task whose answers are code.
