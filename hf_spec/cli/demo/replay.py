@@ -89,6 +89,31 @@ class Recording:
         return Lane(record.contender, pieces, len(self.token_ids), record.seconds)
 
 
+class Card(NamedTuple):
+    """Figures of a speculative generation beside plain `generate()`; `str()` is the short form."""
+
+    plain: Record
+    ours: Record
+
+    @property
+    def forwards(self) -> str:
+        """Forward passes of the model."""
+        return f"{self.plain.target_forwards} → {self.ours.target_forwards}"
+
+    @property
+    def speeds(self) -> str:
+        """Tokens per second."""
+        return f"{self.plain.tokens_per_second:.0f} → {self.ours.tokens_per_second:.0f}"
+
+    @property
+    def verdict(self) -> str:
+        """Comparison of the outputs."""
+        return "identical" if self.ours.identical else "different"
+
+    def __str__(self) -> str:
+        return f"{self.forwards} forward passes, {self.verdict}; {self.speeds} tokens/s"
+
+
 class Recorder(BaseStreamer):
     """Streamer that records all generations in `recordings`."""
 

@@ -39,10 +39,13 @@ def ui(
     """
     if importlib.util.find_spec("gradio") is None:
         raise OptionError(f"the page needs gradio: {how_to_install('ui')}")
+    from hf_spec.cli.demo.watch import load_warning
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.cli.ui.comparison import Comparer
     from hf_spec.evaluation.bench.entries import parse_entries
 
+    if warning := load_warning():
+        typer.echo(warning, err=True)
     entries = parse_entries(strategy or ["auto"], assistant or ())
     comparer = Comparer(load_target(model, placement), load_tokenizer(model), entries)
     # Importing gradio takes seconds.

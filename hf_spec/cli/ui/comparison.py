@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.cli.answer.responder import check_context_length
-from hf_spec.cli.demo.replay import Lane, Recorder
+from hf_spec.cli.demo.replay import Card, Lane, Recorder
+from hf_spec.cli.demo.watch import CpuWatch
 from hf_spec.common.errors import OptionError
 from hf_spec.common.prompts import Prompt
 from hf_spec.engine.models.support_checks import check_model
 from hf_spec.evaluation.bench.contenders import Contender, Run, plain, without_stored_strategy
 from hf_spec.evaluation.bench.entries import Entry, resolve_entry
-from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
+from hf_spec.evaluation.bench.runner import Plan, time_contenders
 from hf_spec.evaluation.trace.pictures import Canvas
 from hf_spec.evaluation.trace.rounds import Round, draw_round, record_rounds
 from hf_spec.training.responses import end_tokens
@@ -28,16 +29,18 @@ class Comparison:
     """Two timed answers to one prompt, plain `generate()` first.
 
     Attributes:
-        records: measurements.
+        card: measurements.
         lanes: texts in pieces; a block of the second is a round.
         rounds: rounds of the second.
         decode: `decode` of the tokenizer.
+        warning: about other programs, or "".
     """
 
-    records: tuple[Record, Record]
+    card: Card
     lanes: tuple[Lane, Lane]
     rounds: Sequence[Round]
     decode: Callable[[Sequence[int]], str]
+    warning: str = ""
 
     @property
     def fullest(self) -> int:
@@ -81,6 +84,7 @@ class Comparer:
             self._recorded(self.entries[strategy], settings, rounds),
         ]
         plan = Plan(new_tokens, 1, ends=frozenset(end_tokens(self.model)), device=self.model.device)
+        others = CpuWatch()
         with without_stored_strategy(self.model):
             [records] = time_contenders(compared, [prompt], self.tokenizer, plan)
         # The first two are warm-ups.
@@ -89,8 +93,10 @@ class Comparer:
             recording.lane(record, self.tokenizer)
             for recording, record in zip(recordings, records, strict=True)
         )
-        pair = records[0], records[1]
-        return Comparison(pair, (baseline, ours), rounds[-1], self.tokenizer.decode)
+        card = Card(*records)
+        return Comparison(
+            card, (baseline, ours), rounds[-1], self.tokenizer.decode, others.warning()
+        )
 
     def _recorded(
         self, entry: Entry, settings: dict[str, Any], rounds: list[list[Round]]

@@ -39,4 +39,4 @@ def test_every_row_is_explained_in_one_line_of_80_columns(stats: SpecStats) -> N
 def test_rows_that_are_missing_have_no_line() -> None:
     few = legend(SpecStats([RowStats(1, 0, 0, 1)])).splitlines()
     labels = [line.partition(":")[0] for line in few]
-    assert labels == ["new tokens", "target forwards", "draft tokens", "seconds"]
+    assert labels == ["new tokens", "target forwards", "draft tokens", "seconds", "tokens/s"]
