@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 def bench(  # noqa: PLR0913 - one parameter per option
     *,
     model: options.ModelArgument,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated. Default: lookup."),
-    ] = None,
+    strategy: options.Strategies = None,
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,
     whole: Annotated[bool, typer.Option("--whole", help="Read a text file as one prompt.")] = False,
@@ -43,10 +40,11 @@ def bench(  # noqa: PLR0913 - one parameter per option
     ] = None,
     placement: options.Placement,
 ) -> None:
-    """Benchmark strategies against plain generate() and other implementations.
+    """Benchmark strategies against plain generate().
 
-    The contenders always include plain generate() and none, the engine without drafting. They run
-    interleaved in one process, so that changes of the machine's speed affect all of them.
+    The contenders always include plain generate() and none, the engine without drafting; the
+    default strategy is lookup. All run interleaved in one process, so that changes of the machine's
+    speed affect all of them.
 
         hf-spec bench MODEL --strategy falcon@HEAD --out results.json
     """

@@ -23,11 +23,11 @@ def check_head(
     ] = 200,
     placement: options.Placement,
 ) -> None:
-    """Find the layout of a published head that fits; a wrong one only drafts worse.
+    """Find the layout of a published head that fits.
 
     The config of an EAGLE or block head leaves some options ambiguous: layers, rotary base,
     embedding, norms, and the position that an output drafts. For each value, the head's first
-    drafts are compared with the model's own answers to prompts.
+    drafts are compared with the model's own answers to prompts. A wrong layout only drafts worse.
 
         hf-spec check-head MODEL HEAD
     """

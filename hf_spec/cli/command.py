@@ -6,9 +6,9 @@ characters for the texts at 80 columns.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
-from difflib import get_close_matches
 from typing import Any, ClassVar, Final
 
 import typer
@@ -19,46 +19,20 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
+from hf_spec.cli.config_file import add_config_option, suggestions
+
 # Panel of the options that every command has; shown last.
 GENERAL: Final = "General"
 # Panels of options that several commands define.
 PANELS: Final = {
     GENERAL: ("config", "help"),
     "Strategy": ("strategy", "assistant"),
-    "Prompts": (
-        "prompt_file",
-        "prompts",
-        "whole",
-        "per_task",
-        "task",
-        "chat_template",
-        "batch_size",
-    ),
-    "Output": ("out", "stats", "as_json", "as_markdown", "plots"),
+    "Prompts": ("prompt_file", "prompts", "whole", "per_task", "task", "chat_template"),
+    "Output": ("out", "batch_size", "stats", "as_json", "as_markdown", "plots"),
 }
 # Below this width, texts are printed under the names of their options.
 NARROW: Final = 60
 LONGEST_LABEL: Final = 30
-# Options whose names here do not resemble those of other tools.
-OTHER_NAMES: Final = {
-    "--model": "MODEL, an argument without --model",
-    "--accumulate": "--gradient-accumulation-steps",
-    "--evaluate-every": "--eval-steps",
-    "--vocabulary": "--vocab-size",
-    "--max-batch": "--max-num-seqs",
-    "--max-length": "--max-model-len",
-    "--longest": "--max-draft-tokens",
-    "--client-templates": "--trust-request-chat-template",
-}
-
-
-def suggestions(name: str, command: Any) -> list[str]:
-    """Return the parameters of a command that an unknown option may mean."""
-    options = [option for p in command.params for option in (*p.opts, *p.secondary_opts)]
-    other = OTHER_NAMES.get(name, "")
-    if other in options or (name == "--model" and "model" in options):
-        return [other]
-    return get_close_matches(name, [option for option in options if option.startswith("--")])
 
 
 class Command(TyperCommand):
@@ -67,6 +41,19 @@ class Command(TyperCommand):
     panels: ClassVar = {name: title for title, names in PANELS.items() for name in names}
     other_panels: ClassVar = {"argument": "Arguments", "option": "Options"}
 
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
+        add_config_option(self)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; its options go to the run record of a training that it starts."""
+        # With it, generate() accepts `spec_strategy`.
+        importlib.import_module("hf_spec.public")
+        from hf_spec.training.run_record import with_options
+
+        with with_options(ctx.params):
+            return super().invoke(ctx)
+
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse arguments; the error for an unknown option suggests the right one."""
         try:
@@ -74,8 +61,14 @@ class Command(TyperCommand):
         # The usage error of the click version that typer contains or imports.
         except typer.BadParameter.__mro__[1] as error:
             if hasattr(error, "possibilities"):
-                error.possibilities = suggestions(error.option_name, self)
+                near = suggestions(error.option_name.lstrip("-"), self)
+                error.possibilities = [name if name.isupper() else f"--{name}" for name in near]
             raise
+
+    def get_usage(self, ctx: Any) -> str:
+        """Return the line of usage."""
+        arguments = [_label(p, ctx) for p in self.params if p.param_type_name == "argument"]
+        return " ".join(["Usage:", ctx.command_path, "[OPTIONS]", *arguments])
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
@@ -84,10 +77,7 @@ class Command(TyperCommand):
         for parameter in self.get_params(ctx):
             by_name = self.panels.get(parameter.name, self.other_panels[parameter.param_type_name])
             panels.setdefault(parameter.rich_help_panel or by_name, []).append(parameter)
-        arguments = (_label(p, ctx) for p in self.params if p.param_type_name == "argument")
-        console.print(
-            f"Usage: {ctx.command_path} [OPTIONS]", *arguments, markup=False, style="bold"
-        )
+        console.print(self.get_usage(ctx), markup=False, style="bold")
         console.print()
         for paragraph in inspect.cleandoc(self.help or "").split("\n\n"):
             lines = paragraph if paragraph.startswith("    ") else " ".join(paragraph.split())
@@ -132,13 +122,9 @@ def _drawn(rows: list[tuple[str, Text]], width: int) -> RenderableType:
             *(part for label, text in rows for part in (Text(label, "cyan"), Padding(text, (0, 2))))
         )
     table = Table.grid(padding=(0, 2, 0, 0))
-    # Longer labels continue on a second line after the name.
-    lines = [
-        line
-        for label, _ in rows
-        for line in ([label] if len(label) <= LONGEST_LABEL else label.split())
-    ]
-    table.add_column(style="cyan", width=max(map(len, lines)), overflow="fold")
+    # Longer labels continue on a second line.
+    words = [[label] if len(label) <= LONGEST_LABEL else label.split() for label, _ in rows]
+    table.add_column(style="cyan", width=max(len(word) for line in words for word in line))
     table.add_column()
     for label, text in rows:
         table.add_row(Text(label), text)

@@ -111,6 +111,10 @@ def check_model_name(name: str) -> str:
 ModelArgument = Annotated[
     str, typer.Argument(help="Target model, folder or Hub id.", callback=check_model_name)
 ]
+# Arguments of an option that names an existing file.
+FILE: Any = {"exists": True, "dir_okay": False}
+STRATEGY_HELP = f"{ENTRY}, without spaces; may be repeated."
+Strategies = Annotated[list[str] | None, typer.Option(help=STRATEGY_HELP)]
 Assistants = Annotated[
     list[str] | None,
     typer.Option(
@@ -121,8 +125,7 @@ Assistants = Annotated[
 Prompts = Annotated[
     Path | None,
     typer.Option(
-        exists=True,
-        dir_okay=False,
+        **FILE,
         help="JSON lines with id, task and turns (.jsonl), or text with one prompt per line. "
         "Default: the prompts of this package.",
     ),

@@ -26,7 +26,7 @@ def serve(
     settings: ServeSettings,
     placement: options.Placement,
 ) -> None:
-    """Serve a model with a strategy through an OpenAI-compatible API.
+    """Serve a model through an OpenAI-compatible API.
 
     Requests share one continuous batch and use transformers' handlers. There are also /health and
     /metrics (Prometheus). Ctrl-C or SIGTERM stops the server after at most five seconds for running

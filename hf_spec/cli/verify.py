@@ -26,9 +26,7 @@ STATUS = {"passed": 0, "failed": FAILED, "unproven": UNPROVEN}
 def verify(  # noqa: PLR0913 - one parameter per option
     *,
     model: options.ModelArgument,
-    strategy: Annotated[
-        list[str], typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated.")
-    ],
+    strategy: Annotated[list[str], typer.Option(help=options.STRATEGY_HELP)],
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,
     per_task: options.PerTask = 2,
@@ -36,12 +34,12 @@ def verify(  # noqa: PLR0913 - one parameter per option
     out: options.Out = None,
     placement: options.Placement,
 ) -> None:
-    """Verify on your model and prompts that a strategy does not change the output.
+    """Verify that a strategy does not change the output.
 
-    Greedy outputs are compared with plain generate() in the same dtype; each difference is
-    classified as a tie of two logits or a mistake. Samples are compared with the model's own
-    distribution. Exit status: 0 if there are only ties and drafts were accepted, 1 for a mistake,
-    3 if no draft was accepted, so that nothing is proven.
+    Greedy outputs of your model and prompts are compared with plain generate() in the same dtype;
+    each difference is classified as a tie of two logits or a mistake. Samples are compared with the
+    model's own distribution. Exit status: 0 if there are only ties and drafts were accepted, 1 for
+    a mistake, 3 if no draft was accepted, so that nothing is proven.
 
         hf-spec verify MODEL --strategy lookup --strategy tree@DRAFT
     """

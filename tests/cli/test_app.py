@@ -29,7 +29,9 @@ def leaves(command: Any, name: str) -> dict[str, Any]:
 
 LEAVES = {key: one for name in COMMANDS for key, one in leaves(load_command(name), name).items()}
 
-MODULES = {place.split(":")[0] for place, _ in COMMANDS.values()} | {"matplotlib"}
+MODULES = {f"hf_spec.cli.{place.partition(':')[0]}" for place, _ in COMMANDS.values()} | {
+    "matplotlib"
+}
 
 
 def run_python(code: str) -> str:

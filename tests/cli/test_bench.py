@@ -73,7 +73,8 @@ def test_on_a_terminal_the_tables_are_drawn(
     show(report)
     drawn = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert "─ batch size 1" in drawn
-    assert drawn.count("1.00 (1.00 - 1.00)") == 2, "figures are not broken"
+    for figure in ("1.00 (1.00 - 1.00)", "1.0 (1.0 - 1.0)"):
+        assert figure in drawn, "figures are not broken"
     assert "|" not in drawn
     assert max(map(len, drawn.splitlines())) <= columns
     words = drawn.split()

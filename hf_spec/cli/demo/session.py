@@ -10,7 +10,7 @@ from rich.text import Text
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_spec.cli.demo.replay import Card, Lane, Recorder, replay
+from hf_spec.cli.demo.replay import Lane, Recorder, card, replay
 from hf_spec.cli.demo.watch import CpuWatch
 from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import Placement
@@ -61,13 +61,9 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
     records: list[Record] = []
     others = CpuWatch()
     # Updated only between runs: an animated bar would slow down the timed work.
-    bar_options = {
-        "leave": False,
-        "mininterval": 0,
-        "delay": 1e-3,
-        "disable": not console.is_terminal,
-    }
-    bar = tqdm(total=benchmark.num_runs, desc="timing, in turn", file=console.file, **bar_options)
+    bar_options = {"leave": False, "mininterval": 0, "delay": 1e-3, "file": console.file}
+    bar_options["disable"] = not console.is_terminal
+    bar = tqdm(total=benchmark.num_runs, desc="timing, in turn", **bar_options)
     measured = benchmark.run(bar.update)
     for prompt in benchmark.prompts:
         console.rule(prompt.id, align="left")
@@ -84,10 +80,11 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
         copied = copied_share(recording.prompt_ids, recording.token_ids)
         is_cut = recording.token_ids[-1] not in end_tokens(benchmark.model)
         tokens = f"{plain.new_tokens} tokens{' (cut)' * is_cut}, {copied:.0%} copied"
-        console.print(Text(f"{Card(plain, ours)}; {tokens}", "bold"))
+        forwards, speeds, verdict = card(plain, ours)
+        line = f"{forwards} forward passes, {verdict}; {speeds} tokens/s; {tokens}"
+        console.print(Text(line, "bold"))
     bar.close()
-    unsteady = unsteady_warning(slowest_to_fastest(records, "plain"))
-    for warning in filter(None, (others.warning(), unsteady)):
+    for warning in filter(None, (others.warning(), unsteady_warning(records))):
         console.print(Text(warning, "yellow"))
     console.print(Text(LEGEND, "dim"))
     console.print(strategies_table(records).drawn("all prompts"))
@@ -136,20 +133,16 @@ def conclusion(records: Sequence[Record]) -> str:
     return f"Drafting with {best['contender']} added {best['ratio_to_none'] - 1:.0%}: {speed}."
 
 
-def slowest_to_fastest(records: Sequence[Record], contender: str) -> float:
-    """Return the largest ratio over prompts of longest to shortest time of a contender."""
+def unsteady_warning(records: Sequence[Record]) -> str:
+    """Return a warning if runs of plain `generate()` on a prompt differ much, otherwise ""."""
     seconds = defaultdict(list)
     for record in records:
-        if record.contender == contender:
+        if record.contender == "plain":
             seconds[record.prompt].append(record.seconds)
-    return max((max(times) / min(times) for times in seconds.values()), default=1.0)
-
-
-def unsteady_warning(slowest_to_fastest: float) -> str:
-    """Return a warning if runs of the same prompt differ much, otherwise ""."""
-    if slowest_to_fastest <= UNSTEADY_RATIO:
+    factor = max(max(times) / min(times) for times in seconds.values())
+    if factor <= UNSTEADY_RATIO:
         return ""
     return (
         "warning: two runs of plain generate() on the same prompt differ by a factor of "
-        f"{slowest_to_fastest:.2f}; the machine's speed varies, so try --repeats 5"
+        f"{factor:.2f}; the machine's speed varies, so try --repeats 5"
     )

@@ -31,9 +31,7 @@ train = typer.Typer(
 def train_responses_command(  # noqa: PLR0913 - one parameter an option
     *,
     model: options.ModelArgument,
-    prompts: Annotated[
-        Path, typer.Option(exists=True, dir_okay=False, help="JSON lines with id, task, turns.")
-    ],
+    prompts: Annotated[Path, typer.Option(**options.FILE, help="JSON lines with id, task, turns.")],
     out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run resumes here.")],
     settings: ResponseSettings,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = BATCH_SIZE,
@@ -93,70 +91,59 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 def add_command(training: Training) -> None:
     """Add `hf-spec train NAME` for the training of a method."""
 
-    def command(**values: Any) -> None:
-        _run(training, **values)
+    def command(
+        *,
+        model: str,
+        responses: Any,
+        out: Path,
+        settings: Any,
+        placement: options.Placement,
+        **groups: Any,
+    ) -> None:
+        from hf_spec.cli.loading import load_target, load_tokenizer
+        from hf_spec.training.job import TrainingJob, TrainingResult
 
-    out = typer.Option(help=f"Folder for {training.result}; resumes if interrupted.")
+        job = TrainingJob(
+            files=responses if training.several_files else [responses],
+            out=out,
+            settings=settings,
+            load_target=lambda: load_target(model, placement),
+            load_tokenizer=lambda: load_tokenizer(model),
+            several_files=training.several_files,
+            notify=typer.echo,
+            **groups,
+        )
+        function: Callable[[TrainingJob], TrainingResult] = pkgutil.resolve_name(training.function)
+        result = function(job)
+        bench = (model, f"{training.strategy}@{out}")
+        if result.whole_model:
+            bench = (str(out), training.strategy)
+        common.conclude(result, result.next_step or common.bench_command(*bench, placement))
+
+    folder = typer.Option(help=f"Folder for {training.result}; resumes if interrupted.")
     annotations = {
         "model": options.ModelArgument,
         "responses": common.ResponseFiles if training.several_files else common.Responses,
-        "out": Annotated[Path, out],
+        "out": Annotated[Path, folder],
         "settings": training.settings,
         "run": None if training.run is None else type(training.run),
         "data": training.data_options,
-        "extra": training.options,
+        "options": training.options,
         "placement": options.Placement,
     }
-    defaults = {"run": training.run}
-    parameters = [
+    # The options of the command are the parameters of its function.
+    command.__dict__["__signature__"] = inspect.Signature(
         Parameter(
             name,
             Parameter.KEYWORD_ONLY,
             annotation=annotation,
-            default=defaults.get(name, Parameter.empty),
+            default=training.run if name == "run" else Parameter.empty,
         )
         for name, annotation in annotations.items()
         if annotation is not None
-    ]
-    # The options of the command are the parameters of its function.
-    command.__dict__["__signature__"] = inspect.Signature(parameters)
-    command.__doc__ = training.help
-    train.command(training.name, cls=common.RecordedCommand)(options.from_settings(command))
-
-
-def _run(  # noqa: PLR0913 - one parameter a group of options
-    training: Training,
-    *,
-    model: str,
-    responses: Any,
-    out: Path,
-    settings: Any,
-    placement: options.Placement,
-    run: Any = None,
-    data: Any = None,
-    extra: Any = None,
-) -> None:
-    from hf_spec.cli.loading import load_target, load_tokenizer
-    from hf_spec.training.job import TrainingJob, TrainingResult
-
-    job = TrainingJob(
-        files=responses if training.several_files else [responses],
-        out=out,
-        settings=settings,
-        load_target=lambda: load_target(model, placement),
-        load_tokenizer=lambda: load_tokenizer(model),
-        run=run,
-        data=data,
-        options=extra,
-        several_files=training.several_files,
-        notify=typer.echo,
     )
-    function: Callable[[TrainingJob], TrainingResult] = pkgutil.resolve_name(training.function)
-    result = function(job)
-    bench = (model, f"{training.strategy}@{out}")
-    if result.whole_model:
-        bench = (str(out), training.strategy)
-    common.conclude(result, result.next_step or common.bench_command(*bench, placement))
+    command.__doc__ = training.help
+    train.command(training.name, cls=common.DataCommand)(options.from_settings(command))
 
 
 for _training in known_trainings():

@@ -5,23 +5,20 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from hf_spec.cli.command import GENERAL, Command
-from hf_spec.cli.options import Placement
+from hf_spec.cli.options import FILE, Placement
 from hf_spec.training.description import DATA
 
 if TYPE_CHECKING:
     from hf_spec.training.job import TrainingResult
 
-Responses = Annotated[
-    Path, typer.Option(exists=True, dir_okay=False, help="Answers of hf-spec train responses.")
-]
+Responses = Annotated[Path, typer.Option(**FILE, help="Answers of hf-spec train responses.")]
 ResponseFiles = Annotated[
-    list[Path],
-    typer.Option(exists=True, dir_okay=False, help="Answers of train responses; may be repeated."),
+    list[Path], typer.Option(**FILE, help="Answers of train responses; may be repeated.")
 ]
 
 
@@ -30,17 +27,6 @@ class DataCommand(Command):
 
     panels: ClassVar = dict.fromkeys(("config", "help"), GENERAL)
     other_panels: ClassVar = dict.fromkeys(("argument", "option"), DATA)
-
-
-class RecordedCommand(DataCommand):
-    """Command whose options are written to the run record of the training that it starts."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command, with its options for the run record."""
-        from hf_spec.training.run_record import with_options
-
-        with with_options(ctx.params):
-            return super().invoke(ctx)
 
 
 def conclude(result: TrainingResult, next_step: str) -> None:

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.cli.answer.responder import check_context_length
-from hf_spec.cli.demo.replay import Card, Lane, Recorder
+from hf_spec.cli.demo.replay import Lane, Recorder
 from hf_spec.cli.demo.watch import CpuWatch
 from hf_spec.common.errors import OptionError
 from hf_spec.common.prompts import Prompt
 from hf_spec.engine.models.support_checks import check_model
 from hf_spec.evaluation.bench.contenders import Contender, Run, plain, without_stored_strategy
 from hf_spec.evaluation.bench.entries import Entry, resolve_entry
-from hf_spec.evaluation.bench.runner import Plan, time_contenders
+from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
 from hf_spec.evaluation.trace.pictures import Canvas
 from hf_spec.evaluation.trace.rounds import Round, draw_round, record_rounds
 from hf_spec.training.responses import end_tokens
@@ -29,14 +29,14 @@ class Comparison:
     """Two timed answers to one prompt, plain `generate()` first.
 
     Attributes:
-        card: measurements.
+        records: measurements.
         lanes: texts in pieces; a block of the second is a round.
         rounds: rounds of the second.
         decode: `decode` of the tokenizer.
         warning: about other programs, or "".
     """
 
-    card: Card
+    records: tuple[Record, Record]
     lanes: tuple[Lane, Lane]
     rounds: Sequence[Round]
     decode: Callable[[Sequence[int]], str]
@@ -56,8 +56,7 @@ class Comparison:
 class Comparer:
     """Model in evaluation mode with the strategies of the page; outputs are greedy.
 
-    Raises:
-        SpecError: if the model or a strategy is unsupported.
+    An unsupported model or strategy raises `SpecError`.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, entries: Sequence[Entry]):
@@ -70,8 +69,7 @@ class Comparer:
     def compare(self, text: str, strategy: str, new_tokens: int) -> Comparison:
         """Time the answer of plain `generate()` and of the named entry, each after a warm-up.
 
-        Raises:
-            OptionError: if the prompt is empty, or prompt and answer exceed the context.
+        An empty prompt, or one too long for the context, raises `OptionError`.
         """
         if not text.strip():
             raise OptionError("the prompt is empty; enter one")
@@ -93,10 +91,8 @@ class Comparer:
             recording.lane(record, self.tokenizer)
             for recording, record in zip(recordings, records, strict=True)
         )
-        card = Card(*records)
-        return Comparison(
-            card, (baseline, ours), rounds[-1], self.tokenizer.decode, others.warning()
-        )
+        pair, lanes = (records[0], records[1]), (baseline, ours)
+        return Comparison(pair, lanes, rounds[-1], self.tokenizer.decode, others.warning())
 
     def _recorded(
         self, entry: Entry, settings: dict[str, Any], rounds: list[list[Round]]

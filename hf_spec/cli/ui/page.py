@@ -102,8 +102,7 @@ def _clicked_round(event: gr.EventData) -> int:
 def serve_page(page: gr.Blocks, settings: UiSettings) -> str:
     """Start serving a page, without requests to other servers, and return its address.
 
-    Raises:
-        OptionError: if the address is not available.
+    An address that is not available raises `OptionError`.
     """
     # Disables Gradio's telemetry and version check.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 
 from hf_spec.cli.answer.console_streamer import printable
-from hf_spec.cli.demo.replay import Lane
+from hf_spec.cli.demo.replay import Lane, card
 from hf_spec.cli.ui.comparison import Comparison
 from hf_spec.evaluation.trace.pictures import ACCEPTED, DARK, INK, PADDING
 
@@ -76,16 +76,17 @@ def error(reason: str) -> str:
 
 def figures(comparison: Comparison) -> str:
     """Return the warning, and tiles with speedup, tau, speed, forward passes and the verdict."""
-    card, ours = comparison.card, comparison.card.ours
+    ours = comparison.records[1]
+    forwards, speeds, verdict = card(*comparison.records)
     why = "the two texts, token by token"
     if not ours.identical:
         why = "ties may differ; hf-spec verify classifies them"
     shown = [
         (f"{ours.ratio:.2f}×", "the speed of plain generate()"),
         (f"{ours.tau:.2f}", "tau: accepted drafts per forward pass"),
-        (card.speeds, "tokens per second"),
-        (card.forwards, "forward passes of the model"),
-        (card.verdict, why),
+        (speeds, "tokens per second"),
+        (forwards, "forward passes of the model"),
+        (verdict, why),
     ]
     kinds = ["", "", "", "", "" if ours.identical else ' class="hs-bad"']
     tiles = (

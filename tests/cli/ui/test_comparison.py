@@ -24,12 +24,12 @@ def text_of(lane: Lane) -> str:
 
 def test_both_answers_are_those_of_generate(comparison: Comparison) -> None:
     assert [text_of(lane) for lane in comparison.lanes] == [plain(PROMPT, NEW_TOKENS)] * 2
-    assert [record.identical for record in comparison.card] == [True, True]
+    assert [record.identical for record in comparison.records] == [True, True]
     assert [lane.title for lane in comparison.lanes] == ["plain", LOOKUP]
 
 
 def test_times_are_those_of_the_timed_runs(comparison: Comparison) -> None:
-    for lane, record in zip(comparison.lanes, comparison.card, strict=True):
+    for lane, record in zip(comparison.lanes, comparison.records, strict=True):
         assert lane.seconds == record.seconds
         assert lane.num_tokens == record.new_tokens == NEW_TOKENS
         assert 0 < lane.pieces[0].seconds <= lane.pieces[-1].seconds <= lane.seconds
@@ -38,7 +38,7 @@ def test_times_are_those_of_the_timed_runs(comparison: Comparison) -> None:
 def test_what_is_drafted_is_what_each_round_accepted(comparison: Comparison) -> None:
     """A block of the answer is the round of the same number."""
     assert not any(piece.drafted for piece in comparison.lanes[0].pieces)
-    stats = comparison.card.ours.stats
+    stats = comparison.records[1].stats
     assert stats is not None
     assert stats.accepted_tokens > 0
     assert len(comparison.rounds) == stats.rounds
@@ -66,7 +66,7 @@ def test_without_drafts_nothing_is_coloured(compared: Any) -> None:
     found = compared("none")
     assert not any(piece.drafted for piece in found.lanes[1].pieces)
     assert len(found.rounds) == NEW_TOKENS
-    assert found.card.ours.tau == 0
+    assert found.records[1].tau == 0
 
 
 def test_assistants_and_layers_of_the_model() -> None:
@@ -75,7 +75,7 @@ def test_assistants_and_layers_of_the_model() -> None:
     assert list(comparer.entries) == ["gsd", "draft@truncated:1"]
     for name in comparer.entries:
         found = comparer.compare(PROMPT, name, 12)
-        assert found.card.ours.identical
+        assert found.records[1].identical
         assert len(found.rounds) < 12
 
 
@@ -90,7 +90,7 @@ def test_a_stored_strategy_does_not_reach_the_plain_answer(
 ) -> None:
     monkeypatch.setitem(vars(comparer.model.generation_config), "spec_strategy", "lookup")
     found = compared("none")
-    assert found.card.plain.target_forwards == NEW_TOKENS
+    assert found.records[0].target_forwards == NEW_TOKENS
     config: Any = comparer.model.generation_config
     assert config.spec_strategy == "lookup"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from html import unescape
 from xml.etree import ElementTree
 
-from hf_spec.cli.demo.replay import Card, Lane, Piece
+from hf_spec.cli.demo.replay import Lane, Piece
 from hf_spec.cli.ui import rendering
 from hf_spec.cli.ui.comparison import Comparison
 from hf_spec.evaluation.bench.runner import Record
@@ -70,14 +70,14 @@ def record(seconds: float, tokens: int, forwards: int, identical: bool) -> Recor
 
 
 def test_the_figures(comparison: Comparison) -> None:
-    stats = comparison.card.ours.stats
+    stats = comparison.records[1].stats
     assert stats is not None
     ours = replace(record(1.6, 40, 12, identical=True), stats=stats)
-    found = replace(comparison, card=Card(record(4.0, 40, 40, identical=True), ours), warning="")
+    found = replace(comparison, records=(record(4.0, 40, 40, identical=True), ours), warning="")
     values = re.findall(r"<dd>(.*?)</dd>", rendering.figures(found))
     assert values == ["2.50×", f"{stats.tau:.2f}", "10 → 25", "40 → 12", "identical"]
     assert "hs-bad" not in rendering.figures(found)
-    found = replace(found, card=Card(found.card.plain, replace(ours, identical=False)))
+    found = replace(found, records=(found.records[0], replace(ours, identical=False)))
     assert 'class="hs-bad"><dd>different' in rendering.figures(found)
     assert "hf-spec verify" in rendering.figures(found)
 
