@@ -22,10 +22,6 @@ from hf_spec.common.installing import VERSION
 # Packages whose versions a bug report needs.
 REPORTED_PACKAGES: Final = ("torch", "transformers", "huggingface_hub", "peft")
 
-# Wraps paragraphs; indented examples and brackets are kept.
-MARKUP: Final = "markdown"
-
-
 # Name -> (module and attribute, first line of the help, which needs no import). The attribute is a
 # function with typer's annotations, or a `typer.Typer` with several.
 COMMANDS = {
@@ -49,7 +45,7 @@ COMMANDS = {
 
 def build_app() -> typer.Typer:
     """Return the typer application with every sub-command."""
-    app = typer.Typer(cls=_RootGroup, rich_markup_mode=MARKUP, no_args_is_help=True)
+    app = typer.Typer(cls=_RootGroup, rich_markup_mode="markdown", no_args_is_help=True)
 
     @app.callback()
     def root(
@@ -80,7 +76,7 @@ def build_app() -> typer.Typer:
 def load_command(name: str) -> Any:
     """Import a sub-command."""
     attribute = pkgutil.resolve_name(f"hf_spec.cli.{COMMANDS[name][0]}")
-    app = typer.Typer(add_completion=False, rich_markup_mode=MARKUP)
+    app = typer.Typer(add_completion=False)
     if isinstance(attribute, typer.Typer):
         app.add_typer(attribute, name=name)
         return get_command(app).commands[name]  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ import hf_spec.cli
 from hf_spec.cli.app import COMMANDS, build_app, load_command
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "command-line.md"
 
 
 def leaves(command: Any, name: str) -> dict[str, Any]:
@@ -131,9 +130,3 @@ def test_a_wrong_name_is_answered_with_the_near_one() -> None:
     result = CliRunner().invoke(build_app(), ["train", "falcon", "--nois", "x"])
     assert result.exit_code == 2
     assert "--noise" in result.output
-
-
-def test_the_page_has_every_command() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    for name in LEAVES:
-        assert f"hf-spec {name}" in page

@@ -7,17 +7,14 @@ import psutil
 # Below these limits timings are reliable: processes per processor, and share of all processors.
 BUSY_LOAD = 0.5
 BUSY_SHARE = 0.10
+WARNING = "warning: this machine is busy, so timings are unreliable: it {}. Use an idle machine."
 
 
 def load_warning() -> str:
     """Return a warning if the load average of the last minute is high, otherwise ""."""
     load, count = psutil.getloadavg()[0], psutil.cpu_count()
-    if load <= BUSY_LOAD * count:
-        return ""
-    return (
-        f"warning: this machine is busy (load average {load:.1f} on {count} processors), so "
-        "timings are unreliable; run this on an idle machine"
-    )
+    reason = f"has a load average of {load:.1f} on {count} processors"
+    return WARNING.format(reason) if load > BUSY_LOAD * count else ""
 
 
 class CpuWatch:
@@ -35,9 +32,5 @@ class CpuWatch:
     def warning(self) -> str:
         """Return a warning if other programs ran since the last call, otherwise ""."""
         share = self.share_of_others()
-        if share <= BUSY_SHARE:
-            return ""
-        return (
-            f"warning: other programs used {share:.0%} of the processors, so timings are "
-            "unreliable; run this on an idle machine"
-        )
+        reason = f"used {share:.0%} of its processors for other programs"
+        return WARNING.format(reason) if share > BUSY_SHARE else ""

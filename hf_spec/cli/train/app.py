@@ -71,14 +71,14 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
         )
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     with tqdm(total=len(usable), desc="prompts", disable=None) as bar:
-
-        def progress(done: int, _: int) -> None:
-            bar.update(done)
-
         recorder = None
         if features is not None:
             layers = fused_layers(target) if features == "fused" else LAST
             recorder = FeatureRecorder(target, data_folder(out, features_of(layers)), layers)
+
+        def progress(done: int, _: int) -> None:
+            bar.update(done)
+
         left_out = generate_responses(
             target, tokenizer, usable, out, settings, batch_size, progress, recorder
         )

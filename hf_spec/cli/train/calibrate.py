@@ -12,6 +12,7 @@ from hf_spec.cli import options
 from hf_spec.cli.train.common import DataCommand, Responses, bench_command, show_table
 from hf_spec.evaluation.bench.settings import CalibrationSettings, TreeSettings
 
+Adapter = Annotated[Path, typer.Option(exists=True, help="Folder of hf-spec train.")]
 calibrate = typer.Typer(no_args_is_help=True, help="Tune a trained adapter to this machine.")
 
 
@@ -20,7 +21,7 @@ calibrate = typer.Typer(no_args_is_help=True, help="Tune a trained adapter to th
 def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     *,
     model: options.ModelArgument,
-    adapter: Annotated[Path, typer.Option(exists=True, help="Folder of hf-spec train disco.")],
+    adapter: Adapter,
     prompts: Annotated[
         Path, typer.Option(exists=True, help="JSON lines; only the held-out prompts are used.")
     ],
@@ -77,7 +78,7 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
 def calibrate_falcon_command(
     *,
     model: options.ModelArgument,
-    adapter: Annotated[Path, typer.Option(exists=True, help="Folder of hf-spec train falcon.")],
+    adapter: Adapter,
     responses: Responses,
     max_answers: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 100,
     settings: TreeSettings,

@@ -67,7 +67,7 @@ def test_a_busy_machine_is_told_first(
 ) -> None:
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e6, 0.0, 0.0))
     result = CliRunner().invoke(build_app(), ["demo"])
-    assert result.output.startswith("warning: this machine is busy (load average 1000000.0")
+    assert result.output.startswith("warning: this machine is busy")
 
 
 @pytest.mark.parametrize("wrong", [("--strategy", "lokup"), ("--repeats", "0")])

@@ -46,5 +46,5 @@ def test_a_high_load_average_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "getloadavg", lambda: (2.0, 9.0, 9.0))
     assert load_warning() == ""
     monkeypatch.setattr(psutil, "getloadavg", lambda: (2.1, 0.0, 0.0))
-    assert "load average 2.1 on 4 processors" in load_warning()
+    assert "load average of 2.1 on 4 processors" in load_warning()
     assert "unreliable" in load_warning()
