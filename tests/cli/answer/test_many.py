@@ -93,14 +93,14 @@ def test_answers_come_in_the_order_of_the_prompts(
 def test_a_run_resumes_from_complete_lines(
     folder: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, works = tmp_path / "out.jsonl", many._answers
+    out, works = tmp_path / "out.jsonl", many.Responder.generate_each
 
-    def killed(*given: Any) -> Iterator[dict[str, Any]]:
+    def killed(*given: Any) -> Iterator[Any]:
         yield from islice(works(*given), 3)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(many, "_answers", killed)
+        patch.setattr(many.Responder, "generate_each", killed)
         assert run(folder, *options(source, out)).exit_code != 0
     [part] = tmp_path.glob("*.part")
     # As if another process of an earlier run had been cut off in the middle of a line.
@@ -235,14 +235,14 @@ class TestChangedPrompts:
     def test_a_prompt_of_an_interrupted_run_is_gone(
         self, folder: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        out, works = tmp_path / "out.jsonl", many._answers
+        out, works = tmp_path / "out.jsonl", many.Responder.generate_each
 
         def killed(*given: Any) -> Iterator[Any]:
             yield from islice(works(*given), 3)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(many, "_answers", killed)
+            patch.setattr(many.Responder, "generate_each", killed)
             run(folder, *options(source, out))
         write(source, ["w40 w41"] * 7)
         reason = said(run(folder, *options(source, out)))
