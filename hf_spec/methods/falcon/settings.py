@@ -61,7 +61,7 @@ class CsgdSettings(Settings):
         hard_weight: weight of the hard loss. The loss is the cross-entropy with the hard label.
         soft_temperature: temperature of the soft loss. It divides the head's logits; the released
             code has 0.95.
-        own_features: share of own input features. They are those of blocks that the head predicts.
+        own_features: share of predicted inputs. The head predicts their input features.
         own_passes: passes that predict them. Each reads the predictions of the pass before.
         feature_scale: scale of compared features. They are compared as they are (raw), or each
             dimension is divided by its root mean square (dimension).

@@ -29,13 +29,13 @@ class SdsatTrainSettings(Settings):
 
     Attributes:
         mode: trained weights. See hf_spec.methods.sdsat.adaptive_tokens.
-        window: consecutive adaptive tokens, at most. It is the paper's L.
+        window: maximum consecutive tokens. It is the paper's L.
         diverse: one adaptive token per slot of the window. Otherwise one for all slots.
         rank: rank of the LoRA.
         targets: layer with a LoRA, such as q_proj. Default: all linear layers.
         loss: equation 9, or 8 (basic). They are the paper's.
         layout: windows branch off the text, or replace tokens in it. Default: by mode and loss.
-        start_share: share of window starts. They are positions of the answer.
+        start_share: share of positions with windows. Only positions of the answer start a window.
         adaptive_weight: weight of adaptive positions. Relative to clean text; w of equation 9.
         soft_weight: weight of target distributions. Of the cross-entropy with them, 0 to 1.
         infilling: share of code to infill. One half is PSM, the other SPM; the paper has
@@ -43,7 +43,7 @@ class SdsatTrainSettings(Settings):
         infilling_task: task whose answers are code.
         infilling_markers: prefix, suffix, middle marker, in order. They are tokens of the
             vocabulary. Default: the tokenizer's.
-        num_adaptive: tokens in decoding. Default: the window.
+        num_adaptive: adaptive tokens per draft. Default: --window.
         token_ids: spare vocabulary row for mode full. Default: new rows.
         held_back: share of the prompts that are held out, chosen by a hash of their ids.
         evaluated_positions: positions per held-out answer after which adaptive tokens are
