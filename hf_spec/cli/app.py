@@ -50,8 +50,7 @@ def build_app() -> typer.Typer:
     @app.callback()
     def root(
         debug: Annotated[
-            bool,
-            typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show the traceback of an error."),
+            bool, typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show tracebacks.")
         ] = False,
         version: Annotated[
             bool,

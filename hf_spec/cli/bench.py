@@ -32,11 +32,9 @@ def bench(  # noqa: PLR0913 - one parameter per option
     task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.")] = None,
     suite: Suite,
     out: options.Out = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the tables as Markdown.")
-    ] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     plots: Annotated[
-        Path | None, typer.Option(help="Folder for plots; also times forward passes by size.")
+        Path | None, typer.Option(help="Folder for plots, also of forward passes.")
     ] = None,
     placement: options.Placement,
 ) -> None:

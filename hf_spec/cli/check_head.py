@@ -18,9 +18,7 @@ def check_head(
     model: options.ModelArgument,
     head: Annotated[str, typer.Argument(help="EAGLE or block head, folder or Hub id.")],
     prompts: options.Prompts = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum new tokens, over all prompts.")
-    ] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens in total.")] = 200,
     placement: options.Placement,
 ) -> None:
     """Find the layout of a published head that fits.

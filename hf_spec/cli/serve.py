@@ -17,10 +17,7 @@ def serve(
     *,
     model: options.ModelArgument,
     strategy: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{options.ENTRY}. Default: that of the model's generation config, or auto."
-        ),
+        str | None, typer.Option(help=f"{options.ENTRY}. Default: the model's, or auto.")
     ] = None,
     assistant: options.Assistants = None,
     settings: ServeSettings,

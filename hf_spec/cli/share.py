@@ -33,11 +33,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="New folder for config, weights and a card.")],
     engine: Annotated[Literal["vllm", "sglang"], typer.Option("--for", help="Target engine.")],
     base_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Target model, folder or Hub id; only its config is read. Default: the one that "
-            "the head names."
-        ),
+        str | None, typer.Option(help="Target model, folder or Hub id. Default: the head's.")
     ] = None,
 ) -> None:
     """Write an EAGLE-3 head in the layout of vLLM or SGLang.
@@ -77,21 +73,18 @@ def shrink(
 def card(
     folder: Folder,
     results: Annotated[
-        Path | None, typer.Option(**FILE, help="JSON file of `hf-spec bench --out`.")
+        Path | None, typer.Option(**FILE, help="JSON file of hf-spec bench.")
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="Target model, Hub id. Default: its name in training.")
+        str | None, typer.Option(help="Target model, Hub id. Default: as trained.")
     ] = None,
     weights_license: Annotated[
-        str | None,
-        typer.Option("--license", help="License of the weights, for example apache-2.0."),
+        str | None, typer.Option("--license", help="License of the weights, e.g. apache-2.0.")
     ] = None,
     dataset: Annotated[
-        list[str] | None, typer.Option(help="Hub id of a training set; may be repeated.")
+        list[str] | None, typer.Option(help="Training set, Hub id; may be repeated.")
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing card.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a card.")] = False,
 ) -> None:
     """Write the model card of an adapter.
 
@@ -118,12 +111,8 @@ def card(
 def push(
     folder: Folder,
     repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; created if needed.")],
-    private: Annotated[
-        bool, typer.Option("--private", help="Create a new repository as private.")
-    ] = False,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, created if needed. Default: the main branch.")
-    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create it as private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch. Default: main.")] = None,
 ) -> None:
     """Upload an adapter to the Hugging Face Hub.
 

@@ -38,13 +38,11 @@ def generate(  # noqa: PLR0913 - one parameter per option
         bool | None,
         typer.Option(
             "--chat-template/--raw",
-            help="Apply the model's chat template, or continue the text. Default: apply it if "
-            "there is one.",
+            help="Apply the chat template, or continue the text. Default: apply it if any.",
         ),
     ] = None,
     batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Prompts of --prompts per batch. Default: {BATCH_SIZE}."),
+        int | None, typer.Option(min=1, help=f"Prompts per batch. Default: {BATCH_SIZE}.")
     ] = None,
     settings: options.AnswerSettings,
     assistant: options.Assistants = None,
@@ -52,9 +50,7 @@ def generate(  # noqa: PLR0913 - one parameter per option
         Path | None,
         typer.Option(help="JSON lines with the answers to --prompts; an interrupted run resumes."),
     ] = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Print statistics to standard error.")
-    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print statistics to stderr.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, token ids and statistics.")
     ] = False,

@@ -37,9 +37,7 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = BATCH_SIZE,
     features: Annotated[
         Literal["last", "fused"] | None,
-        typer.Option(
-            help="Also store hidden states of the target: of the last layer, or of several."
-        ),
+        typer.Option(help="Also store hidden states, of the last layer or several."),
     ] = None,
     placement: options.Placement,
 ) -> None:

@@ -22,12 +22,8 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     *,
     model: options.ModelArgument,
     adapter: Adapter,
-    prompts: Annotated[
-        Path, typer.Option(exists=True, help="JSON lines; only the held-out prompts are used.")
-    ],
-    use_all: Annotated[
-        bool, typer.Option("--all", help="Use all prompts, not only held-out.")
-    ] = False,
+    prompts: Annotated[Path, typer.Option(exists=True, help="JSON lines; held-out ones are used.")],
+    use_all: Annotated[bool, typer.Option("--all", help="Use all prompts.")] = False,
     max_prompts: Annotated[int, typer.Option(min=1, help="Maximum number of prompts.")] = 12,
     settings: CalibrationSettings,
     placement: options.Placement,

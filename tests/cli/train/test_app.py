@@ -184,7 +184,7 @@ class TestFalcon:
     def test_help_teaches(self) -> None:
         text = " ".join(run("train", "falcon", "--help").output.split())
         assert 'spec_strategy="falcon"' in text
-        for option in ("--block-size", "--csgd", "--init", "--no-store", "--responses"):
+        for option in ("--block-size", "--csgd", "--init", "--[no-]store", "--responses"):
             assert option in text
 
     def test_the_next_command_works(
