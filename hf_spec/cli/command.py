@@ -30,6 +30,8 @@ PANELS: Final = {
     "Prompts": ("prompt_file", "prompts", "whole", "per_task", "task", "chat_template"),
     "Output": ("out", "batch_size", "stats", "as_json", "as_markdown", "plots"),
 }
+# Of the click version that typer contains or imports.
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 # Below this width, texts are printed under the names of their options.
 NARROW: Final = 60
 LONGEST_LABEL: Final = 30
@@ -58,8 +60,7 @@ class Command(TyperCommand):
         """Parse arguments; the error for an unknown option suggests the right one."""
         try:
             return super().parse_args(ctx, args)
-        # The usage error of the click version that typer contains or imports.
-        except typer.BadParameter.__mro__[1] as error:
+        except USAGE_ERROR as error:
             if hasattr(error, "possibilities"):
                 near = suggestions(error.option_name.lstrip("-"), self)
                 error.possibilities = [name if name.isupper() else f"--{name}" for name in near]
@@ -74,7 +75,8 @@ class Command(TyperCommand):
         """Print the help."""
         console = Console(highlight=False)
         panels: dict[str, list[Any]] = {}
-        for parameter in self.get_params(ctx):
+        parameters: list[Any] = self.get_params(ctx)
+        for parameter in parameters:
             by_name = self.panels.get(parameter.name, self.other_panels[parameter.param_type_name])
             panels.setdefault(parameter.rich_help_panel or by_name, []).append(parameter)
         console.print(self.get_usage(ctx), markup=False, style="bold")
@@ -83,8 +85,8 @@ class Command(TyperCommand):
             lines = paragraph if paragraph.startswith("    ") else " ".join(paragraph.split())
             console.print(Text(lines.replace("`", "")), Text(), sep="\n")
         general = panels.pop(GENERAL)
-        for title, parameters in [*panels.items(), (GENERAL, general)]:
-            rows = [(_label(p, ctx), _text(p, ctx)) for p in parameters]
+        for title, group in [*panels.items(), (GENERAL, general)]:
+            rows = [(_label(p, ctx), _text(p, ctx)) for p in group]
             console.print(Panel(_drawn(rows, console.width), title=title, title_align="left"))
 
 

@@ -130,16 +130,18 @@ def add_command(training: Training) -> None:
         "placement": options.Placement,
     }
     # The options of the command are the parameters of its function.
-    command.__dict__["__signature__"] = inspect.Signature(
+    defaults = {"run": training.run}
+    parameters = [
         Parameter(
             name,
             Parameter.KEYWORD_ONLY,
-            annotation=annotation,
-            default=training.run if name == "run" else Parameter.empty,
+            annotation=kind,
+            default=defaults.get(name, Parameter.empty),
         )
-        for name, annotation in annotations.items()
-        if annotation is not None
-    )
+        for name, kind in annotations.items()
+        if kind is not None
+    ]
+    command.__dict__["__signature__"] = inspect.Signature(parameters)
     command.__doc__ = training.help
     train.command(training.name, cls=common.DataCommand)(options.from_settings(command))
 
