@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
@@ -29,7 +28,6 @@ def demo(
         hf-spec demo --strategy lookup --repeats 5
         hf-spec demo --strategy falcon@HEAD --strategy tree@truncated:2
     """
-    started = time.perf_counter()
     console = Console()
     from hf_spec.cli.demo.watch import load_warning
 
@@ -51,7 +49,6 @@ def demo(
 
     chosen = with_baseline(parse_entries(strategy or (), assistant or ()))
     model, tokenizer = session.load()
-    console.print(Text(f"loaded in {time.perf_counter() - started:.0f} s", "dim"))
     missing = ""
     if not strategy:
         chosen, missing = entries.default_entries(model, entries.find_head())

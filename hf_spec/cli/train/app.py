@@ -130,18 +130,14 @@ def add_command(training: Training) -> None:
         "placement": options.Placement,
     }
     # The options of the command are the parameters of its function.
-    defaults = {"run": training.run}
-    parameters = [
-        Parameter(
-            name,
-            Parameter.KEYWORD_ONLY,
-            annotation=kind,
-            default=defaults.get(name, Parameter.empty),
-        )
+    parameters = {
+        name: Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind)
         for name, kind in annotations.items()
         if kind is not None
-    ]
-    command.__dict__["__signature__"] = inspect.Signature(parameters)
+    }
+    if training.run is not None:
+        parameters["run"] = parameters["run"].replace(default=training.run)
+    command.__dict__["__signature__"] = inspect.Signature(list(parameters.values()))
     command.__doc__ = training.help
     train.command(training.name, cls=common.DataCommand)(options.from_settings(command))
 
