@@ -63,7 +63,8 @@ class Command(TyperCommand):
         except USAGE_ERROR as error:
             if hasattr(error, "possibilities"):
                 near = suggestions(error.option_name.lstrip("-"), self)
-                error.possibilities = [name if name.isupper() else f"--{name}" for name in near]
+                arguments = {p.name for p in self.params if p.param_type_name == "argument"}
+                error.possibilities = [n.upper() if n in arguments else f"--{n}" for n in near]
             raise
 
     def get_usage(self, ctx: Any) -> str:

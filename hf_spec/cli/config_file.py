@@ -64,11 +64,9 @@ def read_defaults(path: Path, command: Any) -> dict[str, str | list[str]]:
 
 
 def suggestions(name: str, command: Any) -> list[str]:
-    """Return what an unknown option of a command may mean: options, or arguments in capitals."""
-    valid = _parameters(command)
-    other = OTHER_NAMES.get(name)
-    near = [other] if other in valid else get_close_matches(name, valid)
-    return [one.upper() if valid[one].param_type_name == "argument" else one for one in near]
+    """Return the options and arguments of a command that an unknown option may mean."""
+    valid, other = _parameters(command), OTHER_NAMES.get(name)
+    return [other] if other in valid else get_close_matches(name, valid)
 
 
 def _parameters(command: Any) -> dict[str, Any]:

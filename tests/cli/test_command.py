@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,21 @@ def test_an_unknown_option_suggests_the_right_one(
     result = CliRunner().invoke(build_app(), words.split())
     assert result.exit_code == 2
     assert right in result.output
+
+
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [("epochs", "num-train-epochs"), ("vocabulary", "vocab-size"), ("modl", "model")],
+)
+def test_so_does_an_unknown_key_of_a_file(
+    key: str, right: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    file = tmp_path / "falcon.yaml"
+    file.write_text(f"{key}: 3")
+    result = CliRunner().invoke(build_app(), ["train", "falcon", "--config", str(file)])
+    assert result.exit_code == 2
+    assert f"did you mean {right}?" in result.output
 
 
 def test_no_suggestion_if_nothing_is_near() -> None:

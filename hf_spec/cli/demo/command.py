@@ -34,13 +34,10 @@ def demo(
     # Before the work of this process counts.
     if warning := load_warning():
         console.print(Text(warning, "yellow"))
-    console.print(
-        Text(
-            "loading SmolLM2-135M-Instruct (the first time: 93 MB from the package index and half "
-            "a minute of conversion)",
-            "dim",
-        )
+    loading = (
+        "loading SmolLM2-135M-Instruct (the first time: 93 MB, and half a minute of conversion)"
     )
+    console.print(Text(loading, "dim"))
     from hf_spec.cli.demo import entries, session
     from hf_spec.cli.demo.replay import Recorder
     from hf_spec.evaluation.bench.entries import parse_entries, with_baseline
@@ -49,11 +46,10 @@ def demo(
 
     chosen = with_baseline(parse_entries(strategy or (), assistant or ()))
     model, tokenizer = session.load()
-    missing = ""
     if not strategy:
         chosen, missing = entries.default_entries(model, entries.find_head())
-    if missing:
-        console.print(Text(missing, "yellow"))
+        if missing:
+            console.print(Text(missing, "yellow"))
     suite = Suite(new_tokens=max_new_tokens, repeats=repeats, baselines=False)
     recorder = Recorder()
     benchmark = Benchmark(model, tokenizer, entries.PROMPTS, chosen, suite, streamer=recorder)
