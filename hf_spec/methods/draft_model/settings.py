@@ -44,7 +44,7 @@ TRAINING = Training(
     function="hf_spec.methods.draft_model.training:run_training",
     result="the adapter",
     strategy="tree",
-    help="""Train a draft model out of the target's own first layers.
+    help="""Train a draft model from the target's first layers.
 
     The target's next-token distributions over the answers are computed first, once, and stored
     beside them. Use the model with model.generate(..., spec_strategy="draft", assistant=OUT), or
