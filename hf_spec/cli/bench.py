@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from hf_spec.cli import options
 from hf_spec.common.errors import OptionError
@@ -92,8 +93,6 @@ def run_and_write(
 
 def show(report: Mapping[str, Any], as_markdown: bool = False) -> None:
     """Print the tables: drawn in a terminal, as plain text into a pipe, or as Markdown."""
-    from rich.console import Console
-
     from hf_spec.evaluation.bench.report import SYNTHETIC, markdown, sections, text
     from hf_spec.evaluation.bench.summary import notice
 

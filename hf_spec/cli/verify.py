@@ -6,15 +6,16 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
 from hf_spec.cli import options
 from hf_spec.cli.failures import FAILED, UNPROVEN
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.lossless.settings import VerificationPlan
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from hf_spec.evaluation.bench.tables import Table
     from hf_spec.evaluation.lossless.sampling import SamplingResult
     from hf_spec.evaluation.lossless.verify import Verification
 
@@ -43,7 +44,6 @@ def verify(  # noqa: PLR0913 - one parameter per option
 
         hf-spec verify MODEL --strategy lookup --strategy tree@DRAFT
     """
-    from rich.console import Console
     from tqdm import tqdm
 
     from hf_spec.cli.loading import load_target, load_tokenizer
@@ -80,8 +80,6 @@ def verify(  # noqa: PLR0913 - one parameter per option
 
 def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
     """Print the result for one strategy."""
-    from rich.markup import escape
-
     from hf_spec.evaluation.lossless.mismatch import TIE
 
     outputs = verification.greedy
@@ -112,9 +110,6 @@ def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
 
 
 def _differences(verification: Verification, tokenizer: Any) -> Table:
-    from rich.text import Text
-
-    from hf_spec.evaluation.bench.tables import Table
     from hf_spec.evaluation.lossless.mismatch import TIE
 
     def text(token: int | None) -> str:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
+from rich.console import Console
 
 from hf_spec.cli.command import GENERAL, Command
 from hf_spec.cli.options import FILE, Placement
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.training.description import DATA
 
 if TYPE_CHECKING:
@@ -60,8 +62,4 @@ def bench_command(model: object, strategy: str, placement: Placement) -> str:
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table."""
-    from rich.console import Console
-
-    from hf_spec.evaluation.bench.tables import Table
-
     Console().print(Table(columns, list(rows)).drawn(title))
