@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--strategy", default="lookup")
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
@@ -62,7 +62,7 @@ def main() -> None:
         fn_constructor_args=(
             options.model,
             options.strategy,
-            options.new_tokens,
+            options.max_new_tokens,
             options.threads,
         ),
         batch_size=options.batch_size,

@@ -284,6 +284,15 @@ def test_the_papers_page_is_current() -> None:
     )
 
 
+def test_the_command_line_page_is_current() -> None:
+    made = runpy.run_path(str(DOCS / "command_line.py"))
+    page = made["PAGE"].read_text("utf-8")
+    assert page == made["written"](page), "run: python docs/command_line.py"
+    assert "<!-- commands: table -->" in page
+    for name in made["commands"]():
+        assert f"\nUsage: hf-spec {name} [OPTIONS]" in page
+
+
 def test_a_command_is_recorded_with_its_screens(tmp_path: Path) -> None:
     made = runpy.run_path(str(DOCS / "recording.py"))
     script = "import time; print('\\033[31mone\\033[0m é'); time.sleep(1); print('\\033[1Atwo <')"

@@ -1,4 +1,4 @@
-"""Command line `hf-spec`: `app` lists the sub-commands, one module each."""
+"""Command line `hf-spec`: `app` lists the sub-commands."""
 
 from hf_spec.cli.main import main
 

@@ -6,83 +6,51 @@ The module of a sub-command defines its options and imports everything else when
 
 from __future__ import annotations
 
-import functools
-import importlib
 import importlib.metadata
 import pkgutil
 import platform
-from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from hf_spec.cli.config_file import add_config_option
+from hf_spec.cli.command import Command
 from hf_spec.cli.failures import DEBUG_VARIABLE, exit_with_message
 from hf_spec.common.installing import VERSION
 
 # Packages whose versions a bug report needs.
 REPORTED_PACKAGES: Final = ("torch", "transformers", "huggingface_hub", "peft")
 
-# Wraps paragraphs; indented examples and brackets are kept.
-MARKUP: Final = "markdown"
-
-
 # Name -> (module and attribute, first line of the help, which needs no import). The attribute is a
 # function with typer's annotations, or a `typer.Typer` with several.
 COMMANDS = {
-    "generate": ("hf_spec.cli.answer.generate:generate", "Continue or answer a prompt."),
-    "chat": ("hf_spec.cli.answer.chat:chat", "Chat with a model in the terminal."),
-    "serve": (
-        "hf_spec.cli.serve:serve",
-        "Serve a model with a strategy through an OpenAI-compatible API.",
-    ),
-    "train": ("hf_spec.cli.train.app:train", "Train the parts that strategies need."),
-    "calibrate": ("hf_spec.cli.train.calibrate:calibrate", "Choose options by measured speed."),
-    "verify": (
-        "hf_spec.cli.verify:verify",
-        "Verify on your model and prompts that a strategy does not change the output.",
-    ),
-    "bench": (
-        "hf_spec.cli.bench:bench",
-        "Benchmark strategies against plain generate() and other implementations.",
-    ),
-    "check-head": (
-        "hf_spec.cli.check_head:check_head",
-        "Find the layout of a published head that fits; a wrong one only drafts worse.",
-    ),
-    "import-head": (
-        "hf_spec.cli.import_head:import_head",
-        "Convert a published head from pickle to safetensors.",
-    ),
-    "export": (
-        "hf_spec.cli.export:export",
-        "Write an EAGLE-3 head in the layout of vLLM or SGLang.",
-    ),
-    "shrink": ("hf_spec.cli.shrink:shrink", "Store an adapter in 8 or 4 bits."),
-    "card": ("hf_spec.cli.card:card", "Write the model card of an adapter."),
-    "push": ("hf_spec.cli.push:push", "Upload an adapter to the Hugging Face Hub."),
-    "ui": (
-        "hf_spec.cli.ui.command:ui",
-        "Compare plain and speculative output in the browser and inspect the drafts.",
-    ),
-    "demo": (
-        "hf_spec.cli.demo.command:demo",
-        "Compare plain and speculative generation of a small real model on four prompts.",
-    ),
+    "generate": ("answer.generate:generate", "Continue or answer a prompt."),
+    "chat": ("answer.chat:chat", "Chat with a model in the terminal."),
+    "serve": ("serve:serve", "Serve a model through an OpenAI-compatible API."),
+    "train": ("train.app:train", "Train draft models, draft heads and adaptive tokens."),
+    "calibrate": ("train.calibrate:calibrate", "Tune a trained adapter to this machine."),
+    "verify": ("verify:verify", "Verify that a strategy does not change the output."),
+    "bench": ("bench:bench", "Benchmark strategies against plain generate()."),
+    "check-head": ("check_head:check_head", "Find the layout of a published head that fits."),
+    "import-head": ("share:import_head", "Convert a published head from pickle to safetensors."),
+    "export": ("share:export", "Write an EAGLE-3 head in the layout of vLLM or SGLang."),
+    "shrink": ("share:shrink", "Store an adapter in 8 or 4 bits."),
+    "card": ("share:card", "Write the model card of an adapter."),
+    "push": ("share:push", "Upload an adapter to the Hugging Face Hub."),
+    "ui": ("ui.command:ui", "Compare plain and speculative output in the browser."),
+    "demo": ("demo.command:demo", "Compare plain and speculative output of a small model."),
 }
 
 
 def build_app() -> typer.Typer:
     """Return the typer application with every sub-command."""
-    app = typer.Typer(cls=_RootGroup, rich_markup_mode=MARKUP, no_args_is_help=True)
+    app = typer.Typer(cls=_RootGroup, rich_markup_mode="markdown", no_args_is_help=True)
 
     @app.callback()
     def root(
         debug: Annotated[
-            bool,
-            typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show the traceback of an error."),
+            bool, typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show tracebacks.")
         ] = False,
         version: Annotated[
             bool,
@@ -105,30 +73,14 @@ def build_app() -> typer.Typer:
 
 
 def load_command(name: str) -> Any:
-    """Import a sub-command, and add `--config` to it and its sub-commands."""
-    attribute = pkgutil.resolve_name(COMMANDS[name][0])
-    app = typer.Typer(add_completion=False, rich_markup_mode=MARKUP)
+    """Import a sub-command."""
+    attribute = pkgutil.resolve_name(f"hf_spec.cli.{COMMANDS[name][0]}")
+    app = typer.Typer(add_completion=False)
     if isinstance(attribute, typer.Typer):
         app.add_typer(attribute, name=name)
-        command = get_command(app).commands[name]  # type: ignore[attr-defined]
-    else:
-        app.command(name)(attribute)
-        command = get_command(app)
-    for leaf in getattr(command, "commands", {"": command}).values():
-        add_config_option(leaf)
-        leaf.callback = _after_import(leaf.callback)
-    return command
-
-
-def _after_import(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Import `hf_spec.public` when the command runs, so that generate() accepts `spec_strategy`."""
-
-    @functools.wraps(work)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        importlib.import_module("hf_spec.public")
-        return work(*args, **kwargs)
-
-    return run
+        return get_command(app).commands[name]  # type: ignore[attr-defined]
+    app.command(name, cls=Command)(attribute)
+    return get_command(app)
 
 
 def _print_versions(requested: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from hf_spec.cli import options
 from hf_spec.common.errors import OptionError
@@ -24,35 +25,31 @@ if TYPE_CHECKING:
 def bench(  # noqa: PLR0913 - one parameter per option
     *,
     model: options.ModelArgument,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated. Default: lookup."),
-    ] = None,
+    strategy: options.Strategies = None,
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,
     whole: Annotated[bool, typer.Option("--whole", help="Read a text file as one prompt.")] = False,
     per_task: options.PerTask = 4,
     task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.")] = None,
     suite: Suite,
-    placement: options.Placement,
-    out: Annotated[Path | None, typer.Option(help="JSON file, updated after every prompt.")] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the tables as Markdown.")
-    ] = False,
+    out: options.Out = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     plots: Annotated[
-        Path | None, typer.Option(help="Folder for plots; also times forward passes by size.")
+        Path | None, typer.Option(help="Folder for plots, also of forward passes.")
     ] = None,
+    placement: options.Placement,
 ) -> None:
-    """Benchmark strategies against plain generate() and other implementations.
+    """Benchmark strategies against plain generate().
 
-    All contenders run interleaved in one process, prompt by prompt, so that changes of the
-    machine's speed affect all of them.
+    The contenders always include plain generate() and none, the engine without drafting; the
+    default strategy is lookup. All run interleaved in one process, so that changes of the machine's
+    speed affect all of them.
 
-        hf-spec bench MODEL --strategy lookup --strategy falcon@HEAD --out results.json
+        hf-spec bench MODEL --strategy falcon@HEAD --out results.json
     """
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts
-    from hf_spec.evaluation.bench.entries import parse_entries
+    from hf_spec.evaluation.bench.entries import parse_entries, with_baseline
     from hf_spec.evaluation.bench.suite import Benchmark
 
     options.check_out(out, prompts)
@@ -61,7 +58,7 @@ def bench(  # noqa: PLR0913 - one parameter per option
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         raise OptionError(f"--plots needs matplotlib: {how_to_install('bench')}")
     default = ["lookup"] if suite.synthetic_acceptance is None else []
-    entries = parse_entries(strategy or default, assistant or [])
+    entries = with_baseline(parse_entries(strategy or default, assistant or []))
     texts = load_prompts(prompts, per_task, task or (), whole)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     suite = replace(suite, step_cost=plots is not None)
@@ -96,8 +93,6 @@ def run_and_write(
 
 def show(report: Mapping[str, Any], as_markdown: bool = False) -> None:
     """Print the tables: drawn in a terminal, as plain text into a pipe, or as Markdown."""
-    from rich.console import Console
-
     from hf_spec.evaluation.bench.report import SYNTHETIC, markdown, sections, text
     from hf_spec.evaluation.bench.summary import notice
 

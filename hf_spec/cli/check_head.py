@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 def check_head(
     *,
     model: options.ModelArgument,
-    head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE or block head.")],
+    head: Annotated[str, typer.Argument(help="EAGLE or block head, folder or Hub id.")],
     prompts: options.Prompts = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Total new tokens of the model.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens in total.")] = 200,
     placement: options.Placement,
 ) -> None:
-    """Find the layout of a published head that fits; a wrong one only drafts worse.
+    """Find the layout of a published head that fits.
 
     The config of an EAGLE or block head leaves some options ambiguous: layers, rotary base,
     embedding, norms, and the position that an output drafts. For each value, the head's first
-    drafts are compared with the model's own answers to prompts.
+    drafts are compared with the model's own answers to prompts. A wrong layout only drafts worse.
 
         hf-spec check-head MODEL HEAD
     """
@@ -39,7 +39,7 @@ def check_head(
 
     texts, published = load_prompts(prompts, 1), read_ambiguous_head(head)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
-    answers = target_answers(target, [text.encode(tokenizer) for text in texts], new_tokens)
+    answers = target_answers(target, [text.encode(tokenizer) for text in texts], max_new_tokens)
     best = choose_layout(published, target, answers, _print_agreement)
     overrides = _options(best)
     typer.echo(f"fits: {best.config}({overrides})" if overrides else "fits: as its config says")

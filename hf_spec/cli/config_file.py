@@ -7,9 +7,9 @@ false for a switch.
 
 from __future__ import annotations
 
-import difflib
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 import yaml
@@ -17,6 +17,18 @@ from typer.main import get_command
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import read_text
+
+# Options whose names here do not resemble those of other tools.
+OTHER_NAMES: Final = {
+    "epochs": "num-train-epochs",
+    "accumulate": "gradient-accumulation-steps",
+    "evaluate-every": "eval-steps",
+    "vocabulary": "vocab-size",
+    "max-batch": "max-num-seqs",
+    "max-length": "max-model-len",
+    "longest": "max-draft-tokens",
+    "client-templates": "trust-request-chat-template",
+}
 
 
 def add_config_option(command: Any) -> None:
@@ -30,8 +42,7 @@ def add_config_option(command: Any) -> None:
 def read_defaults(path: Path, command: Any) -> dict[str, str | list[str]]:
     """Return the values of a file by parameter name, as strings like on the command line.
 
-    Raises:
-        typer.BadParameter: if the file is not a table of valid keys and values.
+    A file that is not a table of valid keys and values raises `typer.BadParameter`.
     """
     try:
         content = yaml.safe_load(read_text(path))
@@ -39,19 +50,29 @@ def read_defaults(path: Path, command: Any) -> dict[str, str | list[str]]:
         raise typer.BadParameter(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
         raise typer.BadParameter(f"{path} must be a table of `option: value` lines")
-    # The longest name of a parameter is its key in the file.
-    parameters = {max(p.opts, key=len).lstrip("-").replace("_", "-"): p for p in command.params}
-    valid = {name: p for name, p in parameters.items() if name not in {"config", "help"}}
+    valid = _parameters(command)
     defaults = {}
     for key, value in content.items():
         name = str(key).replace("_", "-")
         if name not in valid:
-            near = " or ".join(difflib.get_close_matches(name, valid))
+            near = " or ".join(suggestions(name, command))
             choice = f"did you mean {near}?" if near else f"it has {', '.join(sorted(valid))}"
             raise typer.BadParameter(f"{path}: {command.name} has no option {str(key)!r}; {choice}")
         if value is not None:
             defaults[valid[name].name] = _as_typed(path, key, value, valid[name])
     return defaults
+
+
+def suggestions(name: str, command: Any) -> list[str]:
+    """Return the options and arguments of a command that an unknown option may mean."""
+    valid, other = _parameters(command), OTHER_NAMES.get(name)
+    return [other] if other in valid else get_close_matches(name, valid)
+
+
+def _parameters(command: Any) -> dict[str, Any]:
+    """Return the parameters by their longest name, which is also their key in a file."""
+    parameters = {max(p.opts, key=len).lstrip("-").replace("_", "-"): p for p in command.params}
+    return {name: p for name, p in parameters.items() if name not in {"config", "help"}}
 
 
 def _set_defaults(ctx: typer.Context, path: Path | None) -> None:
@@ -64,7 +85,7 @@ def _with_config(
         Path | None,
         # Eager: defaults are needed before other values are parsed.
         typer.Option(
-            help="YAML file with options of this command; the command line overrides them.",
+            help="YAML file with options of this command.",
             exists=True,
             dir_okay=False,
             is_eager=True,

@@ -25,9 +25,7 @@ def load_target(name: str, placement: Placement = DEFAULT_PLACEMENT) -> PreTrain
     few processors have bfloat16 instructions, and long forward passes in float16 are slow. The
     default device is the GPU of this process, if there is one.
 
-    Raises:
-        OptionError: if the model or the device does not exist.
-        HubError: if the model is not cached and the Hub is unreachable.
+    A missing model or device raises `OptionError`; an unreachable Hub raises `HubError`.
     """
     device, dtype = device_and_dtype(placement)
     if Path(name).is_dir() and is_adapter(name):

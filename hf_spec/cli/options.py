@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from inspect import Parameter
 from pathlib import Path
 from types import GenericAlias
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 
+from hf_spec.cli.command import GENERAL
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import check_regular
-from hf_spec.common.settings import Count, Setting, Settings, Share, Within, setting_fields
+from hf_spec.common.settings import Count, Named, Setting, Settings, Share, Within, setting_fields
 
 # Strategy on a command line, parsed by `hf_spec.evaluation.bench.entries`.
 ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
@@ -29,9 +30,11 @@ class Placement(Settings):
     """Dtype and device of the target, see `hf_spec.cli.loading`.
 
     Attributes:
-        dtype: dtype of the target; auto uses that of the checkpoint, and float32 on a CPU.
-        device: device, for example cpu or cuda:1. Default: the GPU, or the CPU without GPUs.
+        dtype: dtype; auto: float32 on a CPU, otherwise the checkpoint's.
+        device: device, e.g. cuda:1. Default: GPU, or CPU.
     """
+
+    panel = GENERAL
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
@@ -42,18 +45,21 @@ class AnswerSettings(Settings):
     """Settings of generation.
 
     Attributes:
-        strategy: NAME[:OPTION=JSON,...][@ASSISTANT], for example lookup, falcon@HEAD or
+        strategy: NAME[:OPTION=JSON,...][@ASSISTANT], such as lookup, falcon@HEAD or
             tree:max_nodes=24@DRAFT.
-        max_new_tokens: maximum number of new tokens.
+        max_new_tokens: maximum new tokens.
         sample: sample instead of greedy decoding.
-        temperature: sampling temperature (requires --sample). Default: the model's.
-        top_p: top-p probability mass (requires --sample). Default: the model's.
-        seed: random seed (requires --sample).
+        temperature: temperature (with --do-sample). Default: the model's.
+        top_p: top-p mass, 0 to 1 (with --do-sample). Default: the model's.
+        seed: random seed (with --do-sample).
     """
+
+    panel = "Generation"
+    other_panels: ClassVar = {"Strategy": ("strategy",)}
 
     strategy: str = "auto"
     max_new_tokens: Count = 256
-    sample: bool = False
+    sample: Annotated[bool, Named("do_sample")] = False
     temperature: Annotated[float | None, Within(0.01)] = None
     top_p: Share | None = None
     seed: int | None = None
@@ -63,7 +69,9 @@ class AnswerSettings(Settings):
         values = {"--temperature": self.temperature, "--top-p": self.top_p, "--seed": self.seed}
         unused = [name for name, value in values.items() if value is not None]
         if unused and not self.sample:
-            raise typer.BadParameter(f"{unused[0]} has no effect on greedy decoding; add --sample")
+            raise typer.BadParameter(
+                f"{unused[0]} has no effect on greedy decoding; add --do-sample"
+            )
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -84,12 +92,15 @@ class UiSettings(Settings):
         port: port to listen on; 0 selects a free port.
     """
 
+    panel = "Page"
+
     max_new_tokens: Annotated[int, Within(2)] = 128
     host: str = "127.0.0.1"
     port: Annotated[int, Within(0, 65535)] = 7860
 
 
-def _check_model_name(name: str) -> str:
+def check_model_name(name: str) -> str:
+    """Return a valid model name; raises the errors of `hf_spec.common.hub.check_name`."""
     # Imports huggingface_hub, which takes a moment.
     from hf_spec.common.hub import check_name
 
@@ -97,26 +108,30 @@ def _check_model_name(name: str) -> str:
     return name
 
 
-_MODEL_HELP = "Target model: folder or Hub id."
-ModelArgument = Annotated[str, typer.Argument(help=_MODEL_HELP, callback=_check_model_name)]
-ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP, callback=_check_model_name)]
+ModelArgument = Annotated[
+    str, typer.Argument(help="Target model, folder or Hub id.", callback=check_model_name)
+]
+# Arguments of an option that names an existing file.
+FILE: Any = {"exists": True, "dir_okay": False}
+STRATEGY_HELP = f"{ENTRY}, without spaces; may be repeated."
+Strategies = Annotated[list[str] | None, typer.Option(help=STRATEGY_HELP)]
 Assistants = Annotated[
     list[str] | None,
     typer.Option(
-        help="Assistant of strategies that name none: folder or Hub id of an adapter or draft "
-        "model, or truncated:N for the target's first N layers; may be repeated (for auto)."
+        help="Adapter or draft model of strategies that name none: folder, Hub id, or truncated:N "
+        "for the target's first N layers; may be repeated."
     ),
 ]
 Prompts = Annotated[
     Path | None,
     typer.Option(
-        exists=True,
-        dir_okay=False,
-        help="JSON lines with id, task and turns (.jsonl), or a text file with one prompt per "
-        "line. Default: the prompts of this package.",
+        **FILE,
+        help="JSON lines with id, task and turns (.jsonl), or text with one prompt per line. "
+        "Default: the prompts of this package.",
     ),
 ]
 PerTask = Annotated[int, typer.Option(min=1, help="Number of prompts per task.")]
+Out = Annotated[Path | None, typer.Option(help="JSON file of the results.")]
 
 
 def check_out(path: Path | None, *sources: Path | None) -> None:
@@ -140,7 +155,7 @@ def from_settings(command: Callable[..., None]) -> Callable[..., None]:
 
         @app.command()
         @from_settings
-        def search(*, model: ModelOption, settings: SearchSettings) -> None: ...
+        def search(*, model: ModelArgument, settings: SearchSettings) -> None: ...
 
     A tuple is set by repeating its option. 0 sets an optional setting with a default to None.
     """
@@ -188,11 +203,9 @@ def _parameter(setting: Setting, default: Any) -> Parameter:
         text = text.removesuffix(".") + "; may be repeated."
     elif setting.optional and default is not None:
         limits["min"], text = 0, text.replace("None", "0")
-    # A switch that is off by default has a negated name only if one is set.
+    # A switch that is off by default has no negated name.
     names = [f"--{name.replace('_', '-')}"] if default is False else []
-    if setting.off is not None:
-        names = [f"{names[0]}/--{setting.off}"]
-    option = typer.Option(*names, **limits, help=text)
+    option = typer.Option(*names, **limits, help=text, rich_help_panel=setting.panel)
     return Parameter(
         name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )

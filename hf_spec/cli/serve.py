@@ -17,17 +17,13 @@ def serve(
     *,
     model: options.ModelArgument,
     strategy: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{options.ENTRY}. Default: the strategy in the model's generation config, "
-            "otherwise auto."
-        ),
+        str | None, typer.Option(help=f"{options.ENTRY}. Default: the model's, or auto.")
     ] = None,
     assistant: options.Assistants = None,
     settings: ServeSettings,
     placement: options.Placement,
 ) -> None:
-    """Serve a model with a strategy through an OpenAI-compatible API.
+    """Serve a model through an OpenAI-compatible API.
 
     Requests share one continuous batch and use transformers' handlers. There are also /health and
     /metrics (Prometheus). Ctrl-C or SIGTERM stops the server after at most five seconds for running

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
 from hf_spec.cli import options
 from hf_spec.cli.failures import FAILED, UNPROVEN
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.settings import VerificationPlan
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from hf_spec.evaluation.bench.tables import Table
     from hf_spec.evaluation.lossless.sampling import SamplingResult
     from hf_spec.evaluation.lossless.verify import Verification
 
@@ -27,26 +27,23 @@ STATUS = {"passed": 0, "failed": FAILED, "unproven": UNPROVEN}
 def verify(  # noqa: PLR0913 - one parameter per option
     *,
     model: options.ModelArgument,
-    strategy: Annotated[
-        list[str], typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated.")
-    ],
+    strategy: Annotated[list[str], typer.Option(help=options.STRATEGY_HELP)],
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,
     per_task: options.PerTask = 2,
     plan: VerificationPlan,
+    out: options.Out = None,
     placement: options.Placement,
-    out: Annotated[Path | None, typer.Option(help="JSON file.")] = None,
 ) -> None:
-    """Verify on your model and prompts that a strategy does not change the output.
+    """Verify that a strategy does not change the output.
 
-    Greedy outputs are compared with plain generate() in the same dtype; each difference is
-    classified as a tie of two logits or a mistake. Samples are compared with the model's own
-    distribution. Exit status: 0 if there are only ties and drafts were accepted, 1 for a mistake,
-    3 if no draft was accepted, so that nothing is proven.
+    Greedy outputs of your model and prompts are compared with plain generate() in the same dtype;
+    each difference is classified as a tie of two logits or a mistake. Samples are compared with the
+    model's own distribution. Exit status: 0 if there are only ties and drafts were accepted, 1 for
+    a mistake, 3 if no draft was accepted, so that nothing is proven.
 
-        hf-spec verify MODEL --strategy lookup --strategy tree@DRAFT --out report.json
+        hf-spec verify MODEL --strategy lookup --strategy tree@DRAFT
     """
-    from rich.console import Console
     from tqdm import tqdm
 
     from hf_spec.cli.loading import load_target, load_tokenizer
@@ -83,8 +80,6 @@ def verify(  # noqa: PLR0913 - one parameter per option
 
 def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
     """Print the result for one strategy."""
-    from rich.markup import escape
-
     from hf_spec.evaluation.lossless.mismatch import TIE
 
     outputs = verification.greedy
@@ -108,16 +103,13 @@ def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
         "passed": "[bold green]passed",
         "failed": "[bold red]FAILED",
         "unproven": f"[bold yellow]NOT PROVEN[/]: no draft was accepted ({unproven}), so nothing "
-        "was tested; try other prompts, more --new-tokens, more --draws, or a fixed draft length "
-        "as in --strategy lookup:max_draft_tokens=5",
+        "was tested; try other prompts, more --max-new-tokens, more --draws, or a fixed draft "
+        "length as in --strategy lookup:max_draft_tokens=5",
     }
     console.print(messages[verification.verdict])
 
 
 def _differences(verification: Verification, tokenizer: Any) -> Table:
-    from rich.text import Text
-
-    from hf_spec.evaluation.bench.tables import Table
     from hf_spec.evaluation.lossless.mismatch import TIE
 
     def text(token: int | None) -> str:
@@ -137,7 +129,8 @@ def _differences(verification: Verification, tokenizer: Any) -> Table:
         for output in verification.greedy
         for diff in output.differences
     ]
-    return Table(("prompt", "position", "plain", "output", "margin", "error", "reason"), rows)
+    head = ("prompt", "position", "plain", "output", "margin", "error", "reason")
+    return Table(head, rows, wrapped=(6, 0, 2, 3))
 
 
 def _show_sampling(console: Console, result: SamplingResult) -> None:

@@ -129,8 +129,8 @@ class SpecStats:
         if self.draft_forwards:
             lines.append(("draft forwards", str(self.draft_forwards), ""))
         shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts)
-        shown += f"; {self.tokens_per_second:.1f} tokens per second"
         lines.append(("seconds", f"{self.seconds:.2f}", shown))
+        lines.append(("tokens/s", f"{self.tokens_per_second:.1f}", ""))
         lines += [(name.replace("_", " "), str(n), "") for name, n in self.counters.items()]
         return _table(lines)
 
@@ -266,7 +266,7 @@ def _counts(stats: RowStats | SpecStats, accepted_length: float) -> list[Line]:
         counts = zip(stats.accepted_by_position, stats.drafted_by_position, strict=False)
         shares = ", ".join(f"{part / whole:.0%}" for part, whole in list(counts)[:SHOWN_POSITIONS])
         by_position = f"; by position: {shares}" if shares else ""
-        note = f"{accepted / drafted:.0%} of them{by_position}"
+        note = f"{accepted / drafted:.0%}{by_position}"
         lines.append(("accepted", str(accepted), note))
         lines.append(("tau", f"{stats.tau:.2f}", "accepted draft tokens per target forward"))
     return lines

@@ -14,7 +14,17 @@ import math
 import re
 import types
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from hf_spec.common.errors import OptionError
 
@@ -29,10 +39,9 @@ class Within:
 
 @dataclass(frozen=True)
 class Named:
-    """Option name on the command line, and that of the negated switch, if not the field name."""
+    """Option name on the command line, if not the field name."""
 
     option: str
-    off: str | None = None
 
 
 CODE_ONLY = object()
@@ -50,8 +59,11 @@ class Setting:
     """Field of a settings class.
 
     Attributes:
-        option, off: command line option with underscores, and the negated one of a switch.
+        name: field name.
+        option: command line option with underscores, or None.
         kind: type of the value, or of the elements of a tuple.
+        help: first sentence of its text in the docstring, and the one on its default.
+        panel: title of its group in a help text.
         choices: allowed values, empty for any.
         repeated: the value is a tuple.
         optional: the value may be None.
@@ -59,9 +71,9 @@ class Setting:
 
     name: str
     option: str | None
-    off: str | None
     kind: Any
     help: str
+    panel: str
     choices: tuple[Any, ...]
     bounds: Within | None
     repeated: bool
@@ -90,7 +102,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Settings:
-    """Base class of settings; raises `OptionError` for invalid values."""
+    """Base class of settings; raises `OptionError` for invalid values.
+
+    Attributes:
+        panel: title of the group of their options in a help text.
+        other_panels: title -> names of fields in other groups.
+    """
+
+    panel: ClassVar[str] = "Options"
+    other_panels: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def __post_init__(self) -> None:
         for setting in setting_fields(type(self)):
@@ -100,6 +120,7 @@ class Settings:
 def setting_fields(kind: type[Settings]) -> tuple[Setting, ...]:
     """Return the fields of a settings class in order."""
     hints, texts = get_type_hints(kind, include_extras=True), _attributes(kind)
+    panels = {name: title for title, names in kind.other_panels.items() for name in names}
     settings = []
     for field in dataclasses.fields(kind):
         hint, notes = hints[field.name], list[Any]()
@@ -121,9 +142,9 @@ def setting_fields(kind: type[Settings]) -> tuple[Setting, ...]:
             Setting(
                 name=field.name,
                 option=None if CODE_ONLY in notes else named.option,
-                off=named.off,
                 kind=hint,
-                help=texts.get(field.name, ""),
+                help=_short(texts.get(field.name, "")),
+                panel=panels.get(field.name, kind.panel),
                 choices=get_args(hint) if get_origin(hint) is Literal else (),
                 bounds=next((note for note in notes if isinstance(note, Within)), None),
                 repeated=repeated,
@@ -131,6 +152,12 @@ def setting_fields(kind: type[Settings]) -> tuple[Setting, ...]:
             )
         )
     return tuple(settings)
+
+
+def _short(text: str) -> str:
+    """Return the first sentence of a text, and the one that starts with "Default:"."""
+    first, *others = re.split(r"(?<=\.) (?=[A-Z])", text)
+    return " ".join([first, *(other for other in others if other.startswith("Default:"))])
 
 
 def _attributes(kind: type[Settings]) -> dict[str, str]:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
@@ -16,28 +16,36 @@ class Suite(Settings):
     """Settings of a benchmark.
 
     Attributes:
-        batch_sizes: batch size.
-        new_tokens: maximum new tokens per row.
+        batch_sizes: prompts per batch.
+        new_tokens: maximum new tokens per prompt.
         repeats: timed repetitions.
-        sample: sample; sampled outputs are not compared.
-        temperature: sampling temperature (requires --sample). Default: 1.
-        seed: random seed (requires --sample).
-        baselines: also measure lookup and assistant of other implementations.
-        compiled: also measure plain generate() with a compiled static cache.
-        match_length: n-gram length of the other lookups.
-        copy_length: tokens copied by the other lookups.
-        oracle: draft model whose chains stop at the first mismatch.
-        synthetic_acceptance: also measure synthetic drafts with this acceptance rate.
-        synthetic_length: tokens of a synthetic draft.
+        sample: sample instead of greedy decoding. Sampled outputs are not compared.
+        temperature: temperature (with --do-sample). Default: 1.
+        seed: random seed (with --do-sample).
+        baselines: also measure other packages. They have lookup and assisted decoding.
+        compiled: also measure compiled generate(). It has a static cache.
+        match_length: tokens that other lookups match.
+        copy_length: tokens that other lookups copy.
+        oracle: draft model cut at the first mismatch.
+        synthetic_acceptance: made-up drafts: acceptance rate, 0 to 1.
+        synthetic_length: made-up drafts: tokens.
         multi_turn: run all turns of a prompt as a conversation.
         profile: also measure the parts of a decoding step.
         step_cost: also measure forward passes by number of nodes.
     """
 
-    batch_sizes: Annotated[tuple[Count, ...], Named("batch")] = (1,)
-    new_tokens: Count = 64
+    panel = "Measurement"
+    other_panels: ClassVar = {
+        "Other contenders": (
+            *("baselines", "compiled", "match_length", "copy_length", "oracle"),
+            *("synthetic_acceptance", "synthetic_length"),
+        )
+    }
+
+    batch_sizes: Annotated[tuple[Count, ...], Named("batch_size")] = (1,)
+    new_tokens: Annotated[Count, Named("max_new_tokens")] = 64
     repeats: Count = 3
-    sample: Annotated[bool, Named("sample", off="greedy")] = False
+    sample: Annotated[bool, Named("do_sample")] = False
     temperature: Annotated[float | None, Within(0.01)] = None
     seed: int = 0
     baselines: bool = True
@@ -54,7 +62,7 @@ class Suite(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.temperature is not None and not self.sample:
-            raise OptionError(f"--temperature {self.temperature} needs --sample")
+            raise OptionError(f"--temperature {self.temperature} needs --do-sample")
         greedy_only = {"oracle": self.oracle, "synthetic acceptance": self.synthetic_acceptance}
         for name, value in greedy_only.items():
             if value is not None and self.sample:
@@ -69,22 +77,24 @@ class CalibrationSettings(Settings):
     """Grid of DISCO's options and how it is measured.
 
     Attributes:
-        thresholds: acceptance threshold to try (the paper's tau).
-        longest: maximum draft length to try (the paper's SL_max).
+        thresholds: acceptance threshold to try, 0 to 1. It is the paper's tau.
+        longest: maximum draft length to try, in tokens. It is the paper's SL_max.
         static_lengths: lengths of the static baseline.
         reference: static length that every speedup is relative to.
-        new_tokens: new tokens per run.
+        new_tokens: maximum new tokens per run.
         repeats: runs of each contender and prompt.
-        judge: choose the best by time or, on a busy machine, by forward passes at their median
-            cost.
-        seconds: start no further prompt after this time; None measures all.
+        judge: figure that selects the best. On a busy machine use forwards: forward passes at their
+            median cost.
+        seconds: start no further prompt after this time, in seconds. Default: no limit.
     """
 
+    panel = "Measurement"
+
     thresholds: Annotated[tuple[Share, ...], Named("threshold")] = (0.2, 0.35, 0.5, 0.65, 0.8)
-    longest: tuple[Count, ...] = (5, 8, 12)
+    longest: Annotated[tuple[Count, ...], Named("max_draft_tokens")] = (5, 8, 12)
     static_lengths: Internal[tuple[Count, ...]] = (1, 2, 3, 4, 5, 6, 8)
     reference: Internal[Count] = 5
-    new_tokens: Count = 64
+    new_tokens: Annotated[Count, Named("max_new_tokens")] = 64
     repeats: Count = 2
     judge: Literal["time", "forwards"] = "time"
     seconds: Weight | None = None
@@ -106,15 +116,17 @@ class TreeSettings(Settings):
     """Measurements for the tree of a Falcon head.
 
     Attributes:
-        depth: maximum depth of a path.
+        depth: maximum depth of a path, in tokens.
         num_ranks: ranks per position that a path may use.
         max_nodes: maximum nodes sent to the target.
-        drafted_nodes: size of a tree that is drafted fully and sent in part.
-        generations: generations that these trees are measured on.
+        drafted_nodes: nodes of a tree that is drafted fully and sent in part.
+        generations: generations that measure these trees.
         node_counts: sizes of the timed trees; `max_nodes` is added, larger ones are dropped.
-        new_tokens: new tokens per timed run.
+        new_tokens: maximum new tokens per timed run.
         repeats: timed runs of each tree.
     """
+
+    panel = "Measurement"
 
     depth: Count = 6
     num_ranks: Count = 8
@@ -122,7 +134,7 @@ class TreeSettings(Settings):
     drafted_nodes: tuple[Count, ...] = (24, 48)
     generations: Count = 8
     node_counts: Internal[tuple[Count, ...]] = (1, 3, 7, 11, 15, 23, 31, 40)
-    new_tokens: Annotated[int, Within(2)] = 32
+    new_tokens: Annotated[int, Within(2), Named("max_new_tokens")] = 32
     repeats: Count = 3
 
 
@@ -131,7 +143,7 @@ class SamplingPlan(Settings):
     """Settings of the sampled continuations.
 
     Attributes:
-        draws: short samples after each sampled prompt.
+        draws: samples of three tokens after each sampled prompt.
         steps: tokens of a sample.
         rows: batch size of one generate() call.
         look_ahead: tokens of the answer among which the starting point is chosen.
@@ -139,6 +151,8 @@ class SamplingPlan(Settings):
         temperature: sampling temperature.
         seed: random seed.
     """
+
+    panel = "Checks"
 
     draws: Annotated[int, Within(20)] = 500
     steps: Internal[Count] = 3
@@ -159,11 +173,13 @@ class VerificationPlan(Settings):
     """Extent of a verification.
 
     Attributes:
-        new_tokens: new tokens of each greedy output.
-        sampled_prompts: number of prompts to sample from, the shortest ones; 0 for none.
+        new_tokens: maximum new tokens of a greedy output.
+        sampled_prompts: prompts to sample after, the shortest ones; 0 for none.
         sampling: settings of the samples.
     """
 
-    new_tokens: Count = 64
+    panel = "Checks"
+
+    new_tokens: Annotated[Count, Named("max_new_tokens")] = 64
     sampled_prompts: Annotated[int, Within(0)] = 4
     sampling: SamplingPlan = field(default_factory=SamplingPlan)

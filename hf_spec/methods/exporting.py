@@ -45,7 +45,7 @@ def export_head(
     head = _exportable(os.fspath(name))
     named, steps = verifier_name(head.config), _steps(head.config)
     if model is None and named is None:
-        raise OptionError(f"{head.name} does not name its target; pass --model")
+        raise OptionError(f"{head.name} does not name its target; pass --base-model")
     # By default transformers asks on the terminal whether to run a model's own code.
     target = load_named(AutoConfig, model or str(named), trust_remote_code=False)
     architectures = tuple(target.architectures or ())

@@ -77,7 +77,8 @@ def check_body(body: Mapping[str, Any], settings: ServeSettings) -> None:
             if not settings.client_templates:
                 raise OptionError(
                     f"chat_template_kwargs contains chat_template={value!r:.60}: this server uses "
-                    "its model's template; start it with --client-templates to allow others"
+                    "its model's template; start it with --trust-request-chat-template to allow "
+                    "others"
                 )
         elif name in arguments:
             raise OptionError(

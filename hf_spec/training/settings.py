@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from hf_spec.common.settings import Count, Internal, Settings, Share, Weight
+from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight
 
 # Prompts per batch of `hf-spec train responses`.
 BATCH_SIZE = 128
+# Panel of the model, the answers and what is computed from them, in a help text.
+DATA = "Model and data"
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,13 @@ class ResponseSettings(Settings):
     """Settings of answers; stored as the first line of their file.
 
     Attributes:
-        max_new_tokens: longest answer, in tokens.
-        max_prompt_tokens: longest prompt, in tokens; longer ones are skipped, and counted.
+        max_new_tokens: maximum new tokens of an answer.
+        max_prompt_tokens: maximum tokens of a prompt. Longer ones are skipped and counted.
         temperature: sampling temperature; 0 is greedy.
-        seed: seed of sampled answers.
+        seed: random seed of sampled answers.
     """
+
+    panel = "Generation"
 
     max_new_tokens: Count = 160
     max_prompt_tokens: Count = 512
@@ -41,26 +45,28 @@ class TrainSettings(Settings):
 
     Attributes:
         epochs: passes over the answers.
-        batch_tokens: tokens per micro-batch, padding included.
-        accumulate: micro-batches per step, over all processes.
-        learning_rate: peak learning rate; it rises over the first steps and falls to a tenth.
-        warm_up: share of the steps over which the rate rises.
+        batch_tokens: tokens per micro-batch. Padding is included.
+        accumulate: micro-batches per step. Those of all processes count.
+        learning_rate: peak learning rate. It rises over the first steps and falls to a tenth.
+        warm_up: share of warm-up steps. The rate rises in them.
         weight_decay: weight decay of AdamW.
         clip: maximum norm of the gradient.
-        seed: seed of the order and of every random number.
-        evaluate_every: steps between evaluations on the held-out answers.
+        seed: random seed. It fixes the order of the data and every random number.
+        evaluate_every: steps between evaluations. They use the held-out answers.
         save_every: steps between checkpoints.
     """
 
-    epochs: Count = 3
+    panel = "Training"
+
+    epochs: Annotated[Count, Named("num_train_epochs")] = 3
     batch_tokens: Count = 2048
-    accumulate: Count = 1
+    accumulate: Annotated[Count, Named("gradient_accumulation_steps")] = 1
     learning_rate: Weight = 1e-3
-    warm_up: Share = 0.03
+    warm_up: Annotated[Share, Named("warmup_ratio")] = 0.03
     weight_decay: Internal[Weight] = 0.0
     clip: Internal[Weight] = 1.0
     seed: int = 0
-    evaluate_every: Count = 300
+    evaluate_every: Annotated[Count, Named("eval_steps")] = 300
     save_every: Internal[Count] = 100
 
     def rate(self, step: int, num_steps: int) -> float:
@@ -77,8 +83,10 @@ class TeacherOptions(Settings):
     """Storage of the target's next-token distributions.
 
     Attributes:
-        teacher: folder for the target's next-token distributions. Default: beside the answers.
+        teacher: target distributions. Default: beside the answers.
     """
+
+    panel = DATA
 
     teacher: Path | None = None
 
@@ -88,9 +96,11 @@ class FeatureOptions(Settings):
     """Storage of the target's features.
 
     Attributes:
-        features: folder for the target's features. Default: beside the answers.
-        store: keep the features on disk, or compute them in every step.
+        features: folder of target features. Default: beside the answers.
+        store: store the features on disk. Otherwise they are computed in every step.
     """
+
+    panel = DATA
 
     features: Path | None = None
     store: bool = True
@@ -101,8 +111,10 @@ class StartOptions(Settings):
     """Starting point of a head.
 
     Attributes:
-        init: head to start from: folder or Hub id; sizes must agree.
+        init: head to start from, folder or Hub id. Its sizes must agree.
     """
+
+    panel = DATA
 
     init: str | None = None
 

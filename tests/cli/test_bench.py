@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from hf_spec.cli.app import build_app
 from hf_spec.cli.bench import show
+from hf_spec.evaluation.bench.report import SPEEDS
 from hf_spec.evaluation.bench.suite import Benchmark
 
-SHORT = ["--new-tokens", "6", "--repeats", "2", "--no-baselines"]
+SHORT = ["--max-new-tokens", "6", "--repeats", "2", "--no-baselines"]
 
 
 @pytest.fixture
@@ -30,12 +31,12 @@ def test_tables_are_printed_and_every_record_written(command: Any, tmp_path: Pat
     out = tmp_path / "results.json"
     tree = "tree:max_draft_tokens=2"
     strategies = ["--strategy", "lookup", "--strategy", tree, "--assistant", "truncated:2"]
-    result = command(*strategies, "--batch", "1", "--batch", "2", "--out", str(out))
+    result = command(*strategies, "--batch-size", "1", "--batch-size", "2", "--out", str(out))
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
-    found = [record["contender"] for record in written["records"][:3]]
-    assert found == ["plain", "lookup", tree]
-    assert len(written["records"]) == 3 * 2 * (2 + 1)
+    found = [record["contender"] for record in written["records"][:4]]
+    assert found == ["plain", "none", "lookup", tree]
+    assert len(written["records"]) == 4 * 2 * (2 + 1)
     assert all(record["identical"] for record in written["records"])
     assert written["command"].startswith("hf-spec ")
     assert {row["task"] for row in written["summary"]} == {"all", "count", "letters", "mixed"}
@@ -53,21 +54,31 @@ def test_tables_are_printed_and_every_record_written(command: Any, tmp_path: Pat
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.parametrize("columns", [80, 120])
 def test_on_a_terminal_the_tables_are_drawn(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"batch_size": 1, "contender": "plain", "task": "all", "identical_by_task": None}
+    row = {
+        "batch_size": 1,
+        "contender": "transformers assistant",
+        "task": "all",
+        "identical_by_task": None,
+    }
     figures = ("ratio", "tokens_per_second")
     spreads = {f"{name}{end}": 1.0 for name in figures for end in ("_p20", "", "_p80")}
     others = {"total_ratio": 1.0, "tokens_per_forward": 1.0, "peak_bytes": None}
     report = {"summary": [{**row, **spreads, **others, "identical": 2, "outputs": 2}]}
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", str(columns))
     show(report)
-    drawn = capsys.readouterr().out
-    assert "─ batch size 1" in re.sub(r"\x1b\[[\d;]*m", "", drawn)
-    assert "1.00 (1.00 - 1.00)" in drawn, "figures are not broken"
+    drawn = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "─ batch size 1" in drawn
+    for figure in ("1.00 (1.00 - 1.00)", "1.0 (1.0 - 1.0)"):
+        assert figure in drawn, "figures are not broken"
     assert "|" not in drawn
+    assert max(map(len, drawn.splitlines())) <= columns
+    words = drawn.split()
+    assert all(word in words for heading in SPEEDS for word in heading.split())
 
 
 def test_lookup_is_measured_by_default_and_tasks_can_be_chosen(
@@ -77,7 +88,7 @@ def test_lookup_is_measured_by_default_and_tasks_can_be_chosen(
     result = command("--task", "count", "--out", str(out), "--profile")
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
-    assert {record["contender"] for record in written["records"]} == {"plain", "lookup"}
+    assert {record["contender"] for record in written["records"]} == {"plain", "none", "lookup"}
     assert {record["task"] for record in written["records"]} == {"count"}
     assert "share of the time, %  " in result.stdout
     result = command("--task", "count", "--profile", "--markdown")
@@ -93,7 +104,7 @@ def test_synthetic_acceptance_is_said_everywhere(command: Any, tmp_path: Path) -
     written = json.loads(out.read_text())
     assert written["synthetic_acceptance"] == 0.7
     names = {record["contender"] for record in written["records"]}
-    assert names == {"plain", "synthetic, 3 tokens, acceptance 0.7"}
+    assert names == {"plain", "none", "synthetic, 3 tokens, acceptance 0.7"}
     assert "SYNTHETIC acceptance 0.7: drafts of synthetic" in result.stdout
     assert {p.stem for p in plots.iterdir()} == {
         "speed_by_task",
@@ -130,11 +141,11 @@ def test_an_interrupted_run_leaves_what_it_has(
         (["--strategy", "tree"], "needs --assistant"),
         (["--strategy", "draft@truncated:9"], "num_layers=9"),
         (["--task", "math"], "no prompts of task 'math'; it has count, letters"),
-        (["--batch", "3"], "a batch of 3 rows needs 3 prompts, but there are 2"),
+        (["--batch-size", "3"], "a batch of 3 rows needs 3 prompts, but there are 2"),
         (["--device", "cuda"], "--device cuda"),
-        (["--temperature", "0.5"], "--temperature 0.5 needs --sample"),
+        (["--temperature", "0.5"], "--temperature 0.5 needs --do-sample"),
         (["--out", "/no/such/folder/results.json"], "there is no folder"),
-        (["--sample", "--synthetic-acceptance", "0.5"], "choose greedy decoding"),
+        (["--do-sample", "--synthetic-acceptance", "0.5"], "choose greedy decoding"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(
@@ -150,7 +161,7 @@ def test_what_cannot_be_is_said_before_anything_runs(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--prompts", "none.jsonl"], ["--synthetic-acceptance", "1.5"], ["--batch", "0"]],
+    [["--prompts", "none.jsonl"], ["--synthetic-acceptance", "1.5"], ["--batch-size", "0"]],
 )
 def test_wrong_usage(command: Any, arguments: list[str]) -> None:
     result = command(*arguments)

@@ -17,7 +17,7 @@ def test_layouts_are_printed(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("bababebe\ncoco")
     arguments = ["check-head", str(tmp_path / "model"), sample("eagle").folder]
-    arguments += ["--prompts", str(prompts), "--new-tokens", "8", "--device", "cpu"]
+    arguments += ["--prompts", str(prompts), "--max-new-tokens", "8", "--device", "cpu"]
     done = CliRunner().invoke(build_app(), arguments)
     assert done.exit_code == 0, done.output
     first, *_, last = done.stdout.splitlines()
@@ -31,7 +31,7 @@ def test_a_model_is_no_head(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     folder = str(tmp_path / "model")
-    arguments = ["check-head", folder, folder, "--new-tokens", "1", "--device", "cpu"]
+    arguments = ["check-head", folder, folder, "--max-new-tokens", "1", "--device", "cpu"]
     done = CliRunner().invoke(build_app(), arguments)
     assert done.exit_code == 2
     assert "not a published head" in done.output.replace("\n", " ")

@@ -51,8 +51,17 @@ def test_train(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     responses = save_responses(tmp_path / "responses.jsonl")
     out = tmp_path / "adapter"
-    where = ("--model", model, "--responses", responses, "--out", out)
-    small = ("--mode", "embeddings", "--batch-tokens", 20, "--epochs", 40, "--dtype", "float32")
+    where = (model, "--responses", responses, "--out", out)
+    small = (
+        "--mode",
+        "embeddings",
+        "--batch-tokens",
+        20,
+        "--num-train-epochs",
+        40,
+        "--dtype",
+        "float32",
+    )
     command = ("train", "sdsat", *where, *small)
     process = start(*command)
     checkpoint = out / "training" / "checkpoint.safetensors"
@@ -70,7 +79,7 @@ def test_train(tmp_path: Path) -> None:
     assert [entry["step"] >= 100 for entry in starts] == [False, True]
     assert starts[0]["options"]["mode"] == "embeddings"
     assert starts[0]["options"]["out"] == str(out)
-    assert "train sdsat --model" in starts[0]["command"]
+    assert "train sdsat " in starts[0]["command"]
     assert (out / "adapter_model.safetensors").exists()
 
 

@@ -51,7 +51,7 @@ def test_what_generate_is_told() -> None:
 
 @pytest.mark.parametrize("given", [{"temperature": 0.5}, {"top_p": 0.0}, {"seed": 0}])
 def test_useless_without_sample(given: dict[str, Any]) -> None:
-    with pytest.raises(typer.BadParameter, match="no effect on greedy decoding; add --sample"):
+    with pytest.raises(typer.BadParameter, match="no effect on greedy decoding; add --do-sample"):
         AnswerSettings(**given)
 
 
@@ -93,7 +93,6 @@ class Outer(Settings):
         layers: where.
         exact: search again.
         quiet: say nothing.
-        loud: say much.
         seed: of chance.
         share: kept.
         hidden: of no concern.
@@ -107,7 +106,6 @@ class Outer(Settings):
     layers: Annotated[tuple[str, ...], Named("layer")] = ()
     exact: bool = True
     quiet: bool = False
-    loud: Annotated[bool, Named("loud", off="soft")] = False
     seed: int | None = None
     share: Share = 0.5
     hidden: Internal[int] = 7
@@ -146,10 +144,6 @@ class TestOptionsFromSettings:
 
     def test_zero_is_a_value_where_none_is_the_default(self, call: Any) -> None:
         assert call("m", "--seed", "0")[1] == Outer(seed=0)
-
-    def test_a_switch_may_have_a_name_that_turns_it_off(self, call: Any) -> None:
-        assert call("m", "--loud")[1] == Outer(loud=True)
-        assert call("m", "--loud", "--soft")[1] == Outer()
 
     @pytest.mark.parametrize(
         ("option", "value"),

@@ -47,7 +47,7 @@ def test_it_serves_until_it_is_told_to_stop(folder: Path, tmp_path: Path) -> Non
 def test_it_ends_within_ten_seconds_whatever_it_does(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     """Streams, half a request, and chat templates that run for minutes."""
     given = arguments_of(["--model", str(folder), "--strategy", "lookup", "--out", "unused"])
-    command = [*commands(given)[SPECULATIVE], "--client-templates"]
+    command = [*commands(given)[SPECULATIVE], "--trust-request-chat-template"]
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with served(SPECULATIVE, command, tmp_path / "log") as server, ThreadPoolExecutor(6) as pool:
         host, _, port = server.url.removeprefix("http://").partition(":")

@@ -13,7 +13,7 @@ from hf_spec.cli.app import build_app
 from hf_spec.engine.decode import drafter
 from tests.biased_rules import OneTooMany, RedrawnBonus
 
-SHORT = ["--new-tokens", "8", "--draws", "200"]
+SHORT = ["--max-new-tokens", "8", "--draws", "200"]
 
 
 @pytest.fixture
@@ -54,9 +54,13 @@ def test_the_models_own_layers_draft(command: Any) -> None:
 def test_a_wrong_token_fails(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter, "NodeDraw", OneTooMany)
     out = tmp_path / "verify.json"
+    monkeypatch.setenv("COLUMNS", "80")
     result = command("--strategy", "lookup", "--sampled-prompts", "0", "--out", str(out))
     assert result.exit_code == 1
     assert "differences from plain generate()" in result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    heads = {"prompt", "position", "plain", "output", "margin", "error", "reason"}
+    assert heads <= set(result.stdout.split())
     assert "FAILED" in result.output
     assert json.loads(out.read_text())["passed"] is False
 

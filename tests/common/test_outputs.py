@@ -84,10 +84,11 @@ class TestPrinted:
             "new tokens          5",
             "target forwards     2  2.50 tokens each",
             "draft tokens        8",
-            "accepted            3  38% of them; by position: 100%, 50%",
+            "accepted            3  38%; by position: 100%, 50%",
             "tau              1.50  accepted draft tokens per target forward",
             "draft forwards     11",
-            "seconds          2.25  draft 0.25, target 1.50, other 0.50; 2.2 tokens per second",
+            "seconds          2.25  draft 0.25, target 1.50, other 0.50",
+            "tokens/s          2.2",
             "idle rounds         1",
         ]
         assert str(row).splitlines() == str(stats).splitlines()[:5]

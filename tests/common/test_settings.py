@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 
@@ -18,6 +18,9 @@ from hf_spec.common.settings import (
     Within,
     setting_fields,
 )
+from hf_spec.evaluation.settings import Suite
+from hf_spec.methods.sdsat.settings import SdsatTrainSettings
+from hf_spec.serving.settings import ServeSettings
 
 
 @dataclass(frozen=True)
@@ -92,3 +95,41 @@ def test_what_is_taken(values: dict[str, Any]) -> None:
 def test_what_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Search(**values)
+
+
+@dataclass(frozen=True)
+class Grouped(Settings):
+    """Settings in two groups.
+
+    Attributes:
+        depth: how far it goes, e.g. 3. Some prefer more (Li et al. 2025); see there. Default: the
+            model's.
+        rank: of the matrix. It is small.
+        seed: of the draws.
+    """
+
+    panel = "Search"
+    other_panels: ClassVar = {"Draws": ("seed",)}
+
+    depth: Count | None = None
+    rank: Count = 2
+    seed: int = 0
+
+
+def test_a_help_is_short_and_has_its_panel() -> None:
+    found = {s.name: (s.panel, s.help) for s in setting_fields(Grouped)}
+    assert found == {
+        "depth": ("Search", "how far it goes, e.g. 3. Default: the model's."),
+        "rank": ("Search", "of the matrix."),
+        "seed": ("Draws", "of the draws."),
+    }
+    assert {setting.panel for setting in setting_fields(Search)} == {"Options"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Suite, ServeSettings, SdsatTrainSettings],
+)
+def test_fields_of_other_panels_exist(kind: type[Settings]) -> None:
+    fields = {setting.name for setting in setting_fields(kind)}
+    assert {name for names in kind.other_panels.values() for name in names} <= fields

@@ -30,7 +30,7 @@ def test_the_example(tmp_path: Path) -> None:
     prompts = [" ".join(words[n % 3 : n % 3 + 4 + n]) for n in range(7)]
     source.write_text("\n".join(json.dumps({"prompt": text}) for text in prompts))
     given = ["--model", model, "--prompts", source, "--out", tmp_path / "out"]
-    given += ["--new-tokens", NEW_TOKENS, "--batch-size", 3]
+    given += ["--max-new-tokens", NEW_TOKENS, "--batch-size", 3]
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "ray_data.py"), *map(str, given)],
         check=False,

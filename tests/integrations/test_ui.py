@@ -216,7 +216,7 @@ def test_another_strategy(answered: Page) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "the prompt is empty"), ("ba" * 250, "of the model's context")],
+    [("", "the prompt is empty"), ("ba" * 250, "exceeds the model's context")],
 )
 def test_what_cannot_be_answered_is_said(answered: Page, text: str, message: str) -> None:
     answered.ask(text)

@@ -41,7 +41,7 @@ def changed(folder: str, to: Path, **config: Any) -> str:
 
 def test_a_head_that_names_nobody_is_told_its_target(target: str, tmp_path: Path) -> None:
     source = heads.sample("specforge").folder
-    with pytest.raises(OptionError, match="does not name its target; pass --model"):
+    with pytest.raises(OptionError, match="does not name its target; pass --base-model"):
         export_head(source, tmp_path / "out", "vllm")
     command = export_head(source, tmp_path / "out", "vllm", target)
     config = known_head(tmp_path / "out").config

@@ -91,7 +91,7 @@ def prompts(user: User) -> Path:
 def answers(user: User, model: Path, prompts: Path) -> Path:
     path = user.home / "answers.jsonl"
     few = ("--max-new-tokens", 6, "--batch-size", 40, "--dtype", "float32")
-    user.hf_spec("train", "responses", "--model", model, "--prompts", prompts, "--out", path, *few)
+    user.hf_spec("train", "responses", model, "--prompts", prompts, "--out", path, *few)
     return path
 
 
@@ -99,11 +99,11 @@ def answers(user: User, model: Path, prompts: Path) -> Path:
 def head(user: User, model: Path, answers: Path) -> Path:
     """A Falcon head that knows how these answers begin, with a tree chosen on this machine."""
     path = user.home / "my-head"
-    small = ("--block-size", 1, "--vocabulary", 512, "--batch-tokens", 256, "--dtype", "float32")
-    user.hf_spec("train", "falcon", "--model", model, "--responses", answers, "--out", path, *small)
+    small = ("--block-size", 1, "--vocab-size", 512, "--batch-tokens", 256, "--dtype", "float32")
+    user.hf_spec("train", "falcon", model, "--responses", answers, "--out", path, *small)
     tree = ("--depth", 2, "--num-ranks", 2, "--max-nodes", 4, "--drafted-nodes", 4)
-    runs = ("--max-answers", 4, "--generations", 1, "--new-tokens", 4, "--repeats", 1)
-    where = ("--model", model, "--adapter", path, "--responses", answers)
+    runs = ("--max-answers", 4, "--generations", 1, "--max-new-tokens", 4, "--repeats", 1)
+    where = (model, "--adapter", path, "--responses", answers)
     user.hf_spec("calibrate", "falcon", *where, *tree, *runs)
     return path
 
@@ -112,7 +112,7 @@ def head(user: User, model: Path, answers: Path) -> Path:
 def results(user: User, model: Path, head: Path, prompts: Path) -> Path:
     path = user.home / "results.json"
     what = ("--strategy", f"falcon@{head.name}", "--prompts", prompts, "--no-baselines")
-    few = ("--per-task", 1, "--new-tokens", 8, "--repeats", 1)
+    few = ("--per-task", 1, "--max-new-tokens", 8, "--repeats", 1)
     table = user.hf_spec("bench", model, *what, *few, "--out", path)
     assert "falcon" in table
     return path
@@ -169,7 +169,7 @@ def test_verify(user: User, model: Path, head: Path, prompts: Path) -> None:
         f'falcon:length_policy="static",max_nodes=null@{head.name}',
     )
     what = ("--strategy", fixed[0], "--strategy", fixed[1], "--prompts", mixed)
-    few = ("--new-tokens", 24, "--sampled-prompts", 0, "--out", "report.json")
+    few = ("--max-new-tokens", 24, "--sampled-prompts", 0, "--out", "report.json")
     page = user.hf_spec("verify", model, *what, *few)
     assert page.count("passed") == 2
     report = json.loads((user.home / "report.json").read_text())
@@ -181,7 +181,7 @@ def test_verify_sampling(user: User, model: Path, prompts: Path) -> None:
     """With the target as its own draft model, of which some is always accepted."""
     drafts = f"draft:max_draft_tokens=2@{model}"
     what = ("--strategy", drafts, "--prompts", prompts, "--per-task", 1)
-    page = user.hf_spec("verify", model, *what, "--new-tokens", 4, "--draws", 20)
+    page = user.hf_spec("verify", model, *what, "--max-new-tokens", 4, "--draws", 20)
     assert "passed" in page
     assert "sampling: 20 draws" in page
 

@@ -65,7 +65,7 @@ FIELDS = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
     ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "arguments"),
     ({"tools": 7}, "tools"),
-    ({"chat_template_kwargs": {"chat_template": "x"}}, "--client-templates"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "--trust-request-chat-template"),
     ({"chat_template_kwargs": {"padding": "max_length"}}, "padding"),
     ({"chat_template_kwargs": {"tokenize": False}}, "tokenize"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),

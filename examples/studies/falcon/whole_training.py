@@ -24,7 +24,7 @@ HELD = "held-back.jsonl"
 def commands(options: argparse.Namespace) -> list[list[str]]:
     """The arguments of `hf-spec`, part by part."""
     found, answers = [], []
-    target = ["--model", options.model]
+    target = [options.model]
     kept = "fused" if "--fused" in options.train else "last"
     for seed, temperature in enumerate(options.temperatures):
         out = options.work / f"answers-{temperature:g}.jsonl"

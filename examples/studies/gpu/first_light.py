@@ -51,11 +51,12 @@ def parts(out: Path, model: Path, dry: bool) -> list[Part]:
     bench += ["--prompts", str(out / "prompts.txt"), "--out", str(out / "bench.json")]
     sizes = ["--nodes", "1", "8", "32", "--contexts", "512", "8192", "--repeats", "30"]
     if dry:
-        bench += ["--new-tokens", "16", "--repeats", "1"]
+        bench += ["--max-new-tokens", "16", "--repeats", "1"]
         sizes = ["--nodes", "1", "4", "--contexts", "64", "--repeats", "2", "--heads", "4"]
         sizes += ["--kv-heads", "2", "--head-size", "32"]
     else:
-        bench += ["--new-tokens", "128", "--batch", "1", "--batch", "2", "--compiled"]
+        bench += ["--max-new-tokens", "128", "--batch-size", "1", "--batch-size", "2"]
+        bench += ["--compiled"]
     attention = [python, "-m", "examples.studies.kernels.tree_attention", *sizes, *there]
     interpreted = (("TRITON_INTERPRET", "1"),) if dry else ()
     return [

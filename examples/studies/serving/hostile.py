@@ -221,7 +221,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     expected = reference(model, tokenizer, texts, 12)
     del model
     command = [sys.executable, "-m", "hf_spec", "serve", arguments.model, "--device", "cpu"]
-    command += ["--strategy", arguments.strategy, "--max-length", "512"]
+    command += ["--strategy", arguments.strategy, "--max-model-len", "512"]
     with served("hf-spec serve", command, arguments.log or folder / "serve.log") as server:
         before = server.memory
         turns = [turn(server, n, arguments, expected) for n in range(arguments.turns)]

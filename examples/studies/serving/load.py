@@ -301,7 +301,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
     """How each server is started, without its address."""
     ours = [sys.executable, "-m", "hf_spec", "serve", arguments.model, "--device", "cpu"]
-    ours += ["--max-batch", str(arguments.max_batch), "--max-length", str(arguments.max_length)]
+    ours += [
+        "--max-num-seqs",
+        str(arguments.max_batch),
+        "--max-model-len",
+        str(arguments.max_length),
+    ]
     undrafted = [*ours, "--strategy", "none"]
     ours += ["--strategy", arguments.strategy]
     for name in arguments.assistant:

@@ -28,7 +28,7 @@ def chat(
 
         hf-spec chat MODEL
         hf-spec chat MODEL --strategy falcon@HEAD --max-new-tokens 256
-        hf-spec chat MODEL --assistant HEAD --assistant DRAFT --sample --temperature 0.7
+        hf-spec chat MODEL --assistant HEAD --assistant DRAFT --do-sample --temperature 0.7
     """
     from rich.console import Console
 

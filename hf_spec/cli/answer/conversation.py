@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, ConsoleStreamer
+from hf_spec.cli.answer.legend import legend
 from hf_spec.cli.answer.responder import Responder
 from hf_spec.common.errors import SpecError
 from hf_spec.common.files import write_json
@@ -87,7 +88,8 @@ class Conversation:
             self.console.print("no answers yet")
             return
         total = sum(self._stats, SpecStats([]))
-        self.console.print(f"last answer:\n{self._stats[-1]}\n\nall:\n{total}", markup=False)
+        shown = f"last answer:\n{self._stats[-1]}\n\nall:\n{total}\n\n{legend(total)}"
+        self.console.print(shown, markup=False)
 
     def set_strategy(self, entry: str) -> None:
         """NAME[@ASSISTANT]: switch to another strategy."""

@@ -24,48 +24,37 @@ def generate(  # noqa: PLR0913 - one parameter per option
     model: options.ModelArgument,
     prompt: Annotated[str | None, typer.Argument(help="Prompt; - reads standard input.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Text file with the prompt.")
+        Path | None, typer.Option(**options.FILE, help="Text file with the prompt.")
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="File of prompts: JSON lines with turns and id (.jsonl), or text with one prompt "
-            "per line. Processes of accelerate or torchrun share them.",
+            **options.FILE,
+            help="JSON lines with turns and id (.jsonl), or text with one prompt per line. "
+            "Processes of accelerate or torchrun share them.",
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON lines with the answers to --prompts, in the same order; an interrupted run "
-            "can be resumed."
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=f"Batch size for --prompts. Default: {BATCH_SIZE}.",
-        ),
-    ] = None,
-    settings: options.AnswerSettings,
-    assistant: options.Assistants = None,
     chat_template: Annotated[
         bool | None,
         typer.Option(
             "--chat-template/--raw",
-            help="Apply the model's chat template, or continue the raw prompt. Default: apply the "
-            "template if there is one.",
+            help="Apply the chat template, or continue the text. Default: apply it if any.",
         ),
     ] = None,
-    placement: options.Placement,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Print statistics to standard error.")
-    ] = False,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help=f"Prompts per batch. Default: {BATCH_SIZE}.")
+    ] = None,
+    settings: options.AnswerSettings,
+    assistant: options.Assistants = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines with the answers to --prompts; an interrupted run resumes."),
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print statistics to stderr.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, token ids and statistics.")
     ] = False,
+    placement: options.Placement,
 ) -> None:
     """Continue or answer a prompt.
 
@@ -75,10 +64,11 @@ def generate(  # noqa: PLR0913 - one parameter per option
         hf-spec generate MODEL "Why is the sky blue?" --stats
         hf-spec generate MODEL --prompt-file code.py --raw --strategy lookup
         git diff | hf-spec generate MODEL - --strategy falcon@HEAD --max-new-tokens 64
-        hf-spec generate MODEL "A story." --sample --temperature 0.8 --seed 1 --json
+        hf-spec generate MODEL "A story." --do-sample --temperature 0.8 --seed 1 --json
         accelerate launch -m hf_spec generate MODEL --prompts in.jsonl --out out.jsonl
     """
     from hf_spec.cli.answer.console_streamer import ConsoleStreamer
+    from hf_spec.cli.answer.legend import legend
     from hf_spec.cli.answer.responder import Responder
 
     if prompts is not None or out is not None:
@@ -117,7 +107,8 @@ def generate(  # noqa: PLR0913 - one parameter per option
     else:
         typer.echo("" if streams else answer)
     if stats:
-        typer.echo(f"{responder.entry.name}:\n{output.spec_stats}", err=True)
+        shown = f"{responder.entry.name}:\n{output.spec_stats}\n\n{legend(output.spec_stats)}"
+        typer.echo(shown, err=True)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import typer
 from filelock import FileLock
-from torch import Tensor
 
 from hf_spec.cli.answer.responder import Responder
 from hf_spec.cli.options import check_out
@@ -51,10 +50,7 @@ def answer_all(
 ) -> None:
     """Generate for this process's share of the prompts, and write `out` if all answers exist.
 
-    Raises:
-        OptionError: if `out` has other contents, or answers of another model, other settings or
-            other prompts.
-        SpecError: see `Responder.load` and `Responder.generate_each`.
+    Other contents of `out`, and answers of another model, settings or prompts, raise `OptionError`.
     """
     check_out(out, source)
     prompts = load_prompts(source)
@@ -76,9 +72,16 @@ def answer_all(
         part = out.with_name(f"{out.name}.{state.process_index}.part")
         resume_lines(part, run)
         with part.open("a", encoding="utf-8") as file:
-            for index, line in _answers(responder, [ids[number] for number in todo], batch_size):
-                identity = {"id": prompts[todo[index]].id, "key": keys[todo[index]]}
-                file.write(json.dumps({**identity, **line}) + "\n")
+            for index, tokens in responder.generate_each([ids[n] for n in todo], batch_size):
+                number = todo[index]
+                answer = {
+                    "id": prompts[number].id,
+                    "key": keys[number],
+                    "prompt_tokens": ids[number].shape[1],
+                    "text": responder.tokenizer.decode(tokens, skip_special_tokens=True),
+                    "token_ids": tokens,
+                }
+                file.write(json.dumps(answer) + "\n")
                 file.flush()
     if out.exists() and answered.keys() == set(keys):
         typer.echo(f"{out} has all answers already", err=True)
@@ -96,26 +99,8 @@ def _facts(responder: Responder, chat_template: bool | None) -> dict[str, Any]:
     settings = asdict(responder.settings)
     if not getattr(responder.entry.config, "lossy", False):
         del settings["strategy"]
-    return {
-        "format": FORMAT,
-        **model_facts(responder.model),
-        "chat_template": chat_template,
-        **settings,
-    }
-
-
-def _answers(
-    responder: Responder, prompts: Sequence[Tensor], batch_size: int
-) -> Iterable[tuple[int, dict[str, Any]]]:
-    for number, tokens in responder.generate_each(prompts, batch_size):
-        yield (
-            number,
-            {
-                "prompt_tokens": prompts[number].shape[1],
-                "text": responder.tokenizer.decode(tokens, skip_special_tokens=True),
-                "token_ids": tokens,
-            },
-        )
+    facts = model_facts(responder.model)
+    return {"format": FORMAT, **facts, "chat_template": chat_template, **settings}
 
 
 def _parts(out: Path) -> list[Path]:

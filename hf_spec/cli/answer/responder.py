@@ -36,11 +36,7 @@ class Responder:
         settings: AnswerSettings,
         assistants: Sequence[str] | None = None,
     ) -> Responder:
-        """Check strategy and assistants, then load the model `name`.
-
-        Raises:
-            SpecError: if these are invalid, or the model does not exist.
-        """
+        """Check strategy and assistants, then load the model `name`; raises `SpecError`."""
         parse_entries([settings.strategy], assistants or ())
         model, tokenizer = load_target(name, placement), load_tokenizer(name)
         return cls(model, tokenizer, settings, assistants or ())
@@ -52,8 +48,7 @@ class Responder:
     def encode(self, messages: list[dict[str, str]]) -> Tensor:
         """Return (1, L) int64 ids of a conversation in the chat template.
 
-        Raises:
-            OptionError: if the tokenizer has no chat template.
+        A tokenizer without one raises `OptionError`.
         """
         if self.tokenizer.chat_template is None:
             raise OptionError(
@@ -72,12 +67,7 @@ class Responder:
         return ids
 
     def generate(self, ids: Tensor, streamer: Any = None) -> SpecGenerateOutput:
-        """Generate after (1, L) ids.
-
-        Raises:
-            OptionError: if prompt and output exceed the model's context.
-            SpecError: if the model is unsupported.
-        """
+        """Generate after (1, L) ids; raises `SpecError`, also if they exceed the context."""
         check_context_length(self.model, ids.shape[1], self.settings.max_new_tokens)
         ids = ids.to(self.model.device)
         return self.model.generate(
@@ -93,10 +83,7 @@ class Responder:
     ) -> Iterator[tuple[int, list[int]]]:
         """Generate after all (1, L) ids in a batch; yield (index, new tokens) as they finish.
 
-        Raises the errors of `generate`.
-
-        Raises:
-            RuntimeError: if a sequence ends with an error.
+        Raises the errors of `generate`, and `RuntimeError` if a sequence ends with one.
         """
         for ids in prompts:
             check_context_length(self.model, ids.shape[1], self.settings.max_new_tokens)

@@ -1,1 +1,1 @@
-"""`hf-spec demo`: `command` (options), `entries` (prompts), `session` (timing), `replay`."""
+"""`hf-spec demo`: `command` (options), `entries` (prompts), `session`, `replay`, `watch`."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import CONFIG_NAME, load_adapter
 from hf_spec.common.errors import AssistantError
 from hf_spec.common.prompts import Prompt
-from hf_spec.evaluation.bench.entries import Entry, parse_entries, parse_entry
+from hf_spec.evaluation.bench.entries import Entry, parse_entries
 from hf_spec.evaluation.bench.summary import IDLE
 
 # Part of the repository (13 MB), not of the installed package.
@@ -62,10 +62,3 @@ def default_entries(model: PreTrainedModel, head: Path | None) -> tuple[list[Ent
         except AssistantError as error:
             missing = str(error)
     return parse_entries([IDLE, "lookup", "auto"]), f"falcon is left out: {missing}"
-
-
-def chosen_entries(strategies: Sequence[str], assistants: Sequence[str]) -> list[Entry]:
-    """Return the named strategies with `none` as baseline; see `parse_entries`."""
-    entries = parse_entries(strategies, assistants)
-    has_baseline = any(entry.config.strategy == IDLE for entry in entries)
-    return entries if has_baseline else [parse_entry(IDLE), *entries]

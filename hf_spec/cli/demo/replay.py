@@ -89,6 +89,13 @@ class Recording:
         return Lane(record.contender, pieces, len(self.token_ids), record.seconds)
 
 
+def card(plain: Record, ours: Record) -> tuple[str, str, str]:
+    """Return forward passes, tokens per second (plain → ours), and if outputs are identical."""
+    speeds = f"{plain.tokens_per_second:.0f} → {ours.tokens_per_second:.0f}"
+    verdict = "identical" if ours.identical else "different"
+    return f"{plain.target_forwards} → {ours.target_forwards}", speeds, verdict
+
+
 class Recorder(BaseStreamer):
     """Streamer that records all generations in `recordings`."""
 

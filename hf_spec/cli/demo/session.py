@@ -1,19 +1,17 @@
-"""Run of the demo: load the model, benchmark it, show texts and tables of 80 columns."""
+"""Run of the demo: load the model, benchmark it, show texts and a table of 80 columns."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Sequence
 
-import psutil
 from rich.console import Console
 from rich.text import Text
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_spec.cli.demo.replay import Lane, Recorder, replay
+from hf_spec.cli.demo.replay import Lane, Recorder, card, replay
+from hf_spec.cli.demo.watch import CpuWatch
 from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import Placement
 from hf_spec.common.machine import environment
@@ -21,33 +19,22 @@ from hf_spec.common.small_models import bars_on_a_terminal_only, smollm2_135m_in
 from hf_spec.evaluation.bench.report import SPEEDS
 from hf_spec.evaluation.bench.runner import Record
 from hf_spec.evaluation.bench.suite import Benchmark
-from hf_spec.evaluation.bench.summary import ALL, summary
+from hf_spec.evaluation.bench.summary import ALL, IDLE, summary
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.training.responses import end_tokens
 
 LEGEND = (
-    "total time: of all prompts. ratio to none: none is the engine without drafting (packed "
-    "weights), so this column is the speedup by drafts. tau: accepted draft tokens per forward "
-    "pass of the model. copied: share of the answer's tokens in sequences of three or more that "
-    "also occur in the prompt. identical: equal to plain generate() in every run."
+    "total time: of all prompts. ratio to none: the speedup by drafting; none is the same engine "
+    "without it. tau: accepted draft tokens per forward pass of the model. identical: equal to "
+    "plain generate() in every run."
 )
 
-# Below both limits the ratios are reliable.
-BUSY_SHARE = 0.10
+# Above it, the ratios are unreliable.
 UNSTEADY_RATIO = 1.20
 # Any two texts on a subject share shorter token sequences.
 COPIED_NGRAM_LEN = 3
 # Columns that do not fit.
 LEFT_OUT = ("tokens/s", "peak memory")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Answer of plain `generate()`; `copied` is the share of tokens from the prompt."""
-
-    num_tokens: int
-    copied: float
-    ended: bool
 
 
 def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -72,16 +59,11 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
     )
     console.print(Text(conditions, "dim"))
     records: list[Record] = []
-    answers: dict[str, Answer] = {}
     others = CpuWatch()
     # Updated only between runs: an animated bar would slow down the timed work.
-    bar_options = {
-        "leave": False,
-        "mininterval": 0,
-        "delay": 1e-3,
-        "disable": not console.is_terminal,
-    }
-    bar = tqdm(total=benchmark.num_runs, desc="timing, in turn", file=console.file, **bar_options)
+    bar_options = {"leave": False, "mininterval": 0, "delay": 1e-3, "file": console.file}
+    bar_options["disable"] = not console.is_terminal
+    bar = tqdm(total=benchmark.num_runs, desc="timing, in turn", **bar_options)
     measured = benchmark.run(bar.update)
     for prompt in benchmark.prompts:
         console.rule(prompt.id, align="left")
@@ -94,16 +76,19 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
         latest = {record.contender: (record, recording) for record, recording in runs}
         shown = [latest[benchmark.contenders[index].name] for index in (0, -1)]
         _show(console, [recording.lane(r, benchmark.tokenizer) for r, recording in shown])
-        plain = shown[0][1]
-        copied = copied_share(plain.prompt_ids, plain.token_ids)
-        ended = plain.token_ids[-1] in end_tokens(benchmark.model)
-        answers[prompt.id] = Answer(len(plain.token_ids), copied, ended)
+        (plain, recording), (ours, _) = shown
+        copied = copied_share(recording.prompt_ids, recording.token_ids)
+        is_cut = recording.token_ids[-1] not in end_tokens(benchmark.model)
+        tokens = f"{plain.new_tokens} tokens{' (cut)' * is_cut}, {copied:.0%} copied"
+        forwards, speeds, verdict = card(plain, ours)
+        line = f"{forwards} forward passes, {verdict}; {speeds} tokens/s; {tokens}"
+        console.print(Text(line, "bold"))
     bar.close()
-    for warning in warnings(others.share_of_others(), slowest_to_fastest(records, "plain")):
-        console.print(Text(f"warning: {warning}", "yellow"))
-    console.print(strategies_table(records).drawn("all prompts"))
-    console.print(prompts_table(records, answers).drawn("ratio to plain by prompt"))
+    for warning in filter(None, (others.warning(), unsteady_warning(records))):
+        console.print(Text(warning, "yellow"))
     console.print(Text(LEGEND, "dim"))
+    console.print(strategies_table(records).drawn("all prompts"))
+    console.print(conclusion(records), markup=False)
     return all(record.identical for record in records)
 
 
@@ -135,53 +120,29 @@ def strategies_table(records: Sequence[Record]) -> Table:
     return Table.of(columns, [row for row in summary(records) if row["task"] == ALL])
 
 
-def prompts_table(records: Sequence[Record], answers: Mapping[str, Answer]) -> Table:
-    """Return a row per prompt with its answer and the speedup of each strategy."""
-    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for record in records:
-        ratios[record.prompt, record.contender].append(record.ratio)
-    strategies = list(dict.fromkeys(contender for _, contender in ratios))[1:]
-    rows = []
-    for prompt, answer in answers.items():
-        tokens = f"{answer.num_tokens}{'' if answer.ended else ', cut'}"
-        cells = (f"{median(ratios[prompt, name]):.2f}" for name in strategies)
-        rows.append([prompt, tokens, f"{answer.copied:.0%}", *cells])
-    return Table(["", "tokens", "copied", *strategies], rows)
+def conclusion(records: Sequence[Record]) -> str:
+    """Return a sentence on what drafting added over the engine without drafting."""
+    rows = [row for row in summary(records) if row["task"] == ALL and "tau" in row]
+    drafting = [row for row in rows if row["contender"] != IDLE]
+    if not drafting:
+        return "Add --strategy to see what drafting adds over none, the engine without drafting."
+    best = max(drafting, key=lambda row: row["ratio_to_none"])
+    speed = f"{best['ratio_to_none']:.2f}x the speed of none, the engine without drafting"
+    if best["ratio_to_none"] <= 1:
+        return f"Drafting added nothing here: {best['contender']}, the fastest, has {speed}."
+    return f"Drafting with {best['contender']} added {best['ratio_to_none'] - 1:.0%}: {speed}."
 
 
-class CpuWatch:
-    """CPU use of other programs."""
-
-    def __init__(self) -> None:
-        self._own = psutil.Process()
-        self.share_of_others()
-
-    def share_of_others(self) -> float:
-        """Return their share of all processors since the last call, 0 to 1."""
-        own = self._own.cpu_percent() / psutil.cpu_count()
-        return min(1.0, max(0.0, (psutil.cpu_percent() - own) / 100))
-
-
-def slowest_to_fastest(records: Sequence[Record], contender: str) -> float:
-    """Return the largest ratio over prompts of longest to shortest time of a contender."""
+def unsteady_warning(records: Sequence[Record]) -> str:
+    """Return a warning if runs of plain `generate()` on a prompt differ much, otherwise ""."""
     seconds = defaultdict(list)
     for record in records:
-        if record.contender == contender:
+        if record.contender == "plain":
             seconds[record.prompt].append(record.seconds)
-    return max((max(times) / min(times) for times in seconds.values()), default=1.0)
-
-
-def warnings(share_of_others: float, disagreement: float) -> list[str]:
-    """Return warnings about unreliable timings."""
-    messages = []
-    if share_of_others > BUSY_SHARE:
-        messages.append(
-            f"Other programs used {share_of_others:.0%} of the processors during the timing; the "
-            "ratios are unreliable. Run the demo again on an idle machine."
-        )
-    if disagreement > UNSTEADY_RATIO:
-        messages.append(
-            f"Two runs of plain generate() on the same prompt differ by a factor of "
-            f"{disagreement:.2f}; the machine's speed varies. Try --repeats 5."
-        )
-    return messages
+    factor = max(max(times) / min(times) for times in seconds.values())
+    if factor <= UNSTEADY_RATIO:
+        return ""
+    return (
+        "warning: two runs of plain generate() on the same prompt differ by a factor of "
+        f"{factor:.2f}; the machine's speed varies, so try --repeats 5"
+    )

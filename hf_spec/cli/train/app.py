@@ -20,35 +20,34 @@ from hf_spec.cli.train import common
 from hf_spec.methods.trainings import known_trainings
 from hf_spec.training.settings import BATCH_SIZE, ResponseSettings, Training
 
-train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies need.")
+train = typer.Typer(
+    no_args_is_help=True, help="Train draft models, draft heads and adaptive tokens."
+)
 
 
-@train.command("responses")
+@train.command("responses", cls=common.DataCommand)
 @options.from_settings
 def train_responses_command(  # noqa: PLR0913 - one parameter an option
     *,
-    model: options.ModelOption,
-    prompts: Annotated[
-        Path, typer.Option(exists=True, dir_okay=False, help="JSON lines with id, task, turns.")
-    ],
+    model: options.ModelArgument,
+    prompts: Annotated[Path, typer.Option(**options.FILE, help="JSON lines with id, task, turns.")],
     out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run resumes here.")],
     settings: ResponseSettings,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = BATCH_SIZE,
     features: Annotated[
         Literal["last", "fused"] | None,
-        typer.Option(help="Store hidden states of the target too: the last ones, or more layers."),
+        typer.Option(help="Also store hidden states, of the last layer or several."),
     ] = None,
     placement: options.Placement,
 ) -> None:
-    """Write the target's own answers, from which every other training learns.
+    """Generate the target's answers, which are the training data of all other trainings.
 
-    On a CPU batches of about 128 give the most tokens per second, and --dtype bfloat16 is
-    faster than float32 if the processor computes in it. An interrupted run resumes.
-    Prompts that share thirteen words in a row with those of hf-spec bench are left out.
-    --features last saves a later train falcon a pass of the target over all texts, and --features
-    fused a later train falcon --fused or train eagle.
+    On a CPU, batches of about 128 prompts are the fastest, and --dtype bfloat16 is faster if the
+    processor has bfloat16 instructions. Prompts that share thirteen consecutive words with those
+    of hf-spec bench are skipped. --features last saves one pass of the target in train falcon;
+    --features fused saves it in train eagle and train falcon --fused.
 
-        hf-spec train responses --model MODEL --prompts prompts.jsonl --out answers.jsonl
+        hf-spec train responses MODEL --prompts prompts.jsonl --out answers.jsonl
     """
     from tqdm import tqdm
 
@@ -68,19 +67,19 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
         )
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     with tqdm(total=len(usable), desc="prompts", disable=None) as bar:
-
-        def progress(done: int, _: int) -> None:
-            bar.update(done)
-
         recorder = None
         if features is not None:
             layers = fused_layers(target) if features == "fused" else LAST
             recorder = FeatureRecorder(target, data_folder(out, features_of(layers)), layers)
+
+        def progress(done: int, _: int) -> None:
+            bar.update(done)
+
         left_out = generate_responses(
             target, tokenizer, usable, out, settings, batch_size, progress, recorder
         )
     typer.echo(f"{out} is complete; {left_out} prompts were too long")
-    words = ("--model", model, "--responses", out, "--out", out.with_name(f"{out.stem}-head"))
+    words = (model, "--responses", out, "--out", out.with_name(f"{out.stem}-head"))
     method = next(t.name for t in known_trainings() if t.features == (features or "last"))
     typer.echo(f"next: {common.next_command('train', method, *words, placement=placement)}")
 
@@ -88,70 +87,57 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 def add_command(training: Training) -> None:
     """Add `hf-spec train NAME` for the training of a method."""
 
-    def command(**values: Any) -> None:
-        _run(training, **values)
+    def command(
+        *,
+        model: str,
+        responses: Any,
+        out: Path,
+        settings: Any,
+        placement: options.Placement,
+        **groups: Any,
+    ) -> None:
+        from hf_spec.cli.loading import load_target, load_tokenizer
+        from hf_spec.training.job import TrainingJob, TrainingResult
 
-    out = typer.Option(help=f"Folder for {training.result}; an interrupted run resumes.")
+        job = TrainingJob(
+            files=responses if training.several_files else [responses],
+            out=out,
+            settings=settings,
+            load_target=lambda: load_target(model, placement),
+            load_tokenizer=lambda: load_tokenizer(model),
+            several_files=training.several_files,
+            notify=typer.echo,
+            **groups,
+        )
+        function: Callable[[TrainingJob], TrainingResult] = pkgutil.resolve_name(training.function)
+        result = function(job)
+        bench = (model, f"{training.strategy}@{out}")
+        if result.whole_model:
+            bench = (str(out), training.strategy)
+        common.conclude(result, result.next_step or common.bench_command(*bench, placement))
+
+    folder = typer.Option(help=f"Folder for {training.result}; resumes if interrupted.")
     annotations = {
-        "model": options.ModelOption,
+        "model": options.ModelArgument,
         "responses": common.ResponseFiles if training.several_files else common.Responses,
-        "out": Annotated[Path, out],
+        "out": Annotated[Path, folder],
         "settings": training.settings,
         "run": None if training.run is None else type(training.run),
         "data": training.data_options,
-        "extra": training.options,
+        "options": training.options,
         "placement": options.Placement,
     }
-    defaults = {"run": training.run}
-    parameters = [
-        Parameter(
-            name,
-            Parameter.KEYWORD_ONLY,
-            annotation=annotation,
-            default=defaults.get(name, Parameter.empty),
-        )
-        for name, annotation in annotations.items()
-        if annotation is not None
-    ]
     # The options of the command are the parameters of its function.
-    command.__dict__["__signature__"] = inspect.Signature(parameters)
+    parameters = {
+        name: Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind)
+        for name, kind in annotations.items()
+        if kind is not None
+    }
+    if training.run is not None:
+        parameters["run"] = parameters["run"].replace(default=training.run)
+    command.__dict__["__signature__"] = inspect.Signature(list(parameters.values()))
     command.__doc__ = training.help
-    train.command(training.name, cls=common.RecordedCommand)(options.from_settings(command))
-
-
-def _run(  # noqa: PLR0913 - one parameter a group of options
-    training: Training,
-    *,
-    model: str,
-    responses: Any,
-    out: Path,
-    settings: Any,
-    placement: options.Placement,
-    run: Any = None,
-    data: Any = None,
-    extra: Any = None,
-) -> None:
-    from hf_spec.cli.loading import load_target, load_tokenizer
-    from hf_spec.training.job import TrainingJob, TrainingResult
-
-    job = TrainingJob(
-        files=responses if training.several_files else [responses],
-        out=out,
-        settings=settings,
-        load_target=lambda: load_target(model, placement),
-        load_tokenizer=lambda: load_tokenizer(model),
-        run=run,
-        data=data,
-        options=extra,
-        several_files=training.several_files,
-        notify=typer.echo,
-    )
-    function: Callable[[TrainingJob], TrainingResult] = pkgutil.resolve_name(training.function)
-    result = function(job)
-    bench = (model, f"{training.strategy}@{out}")
-    if result.whole_model:
-        bench = (str(out), training.strategy)
-    common.conclude(result, result.next_step or common.bench_command(*bench, placement))
+    train.command(training.name, cls=common.DataCommand)(options.from_settings(command))
 
 
 for _training in known_trainings():

@@ -9,35 +9,31 @@ from typing import Annotated
 import typer
 
 from hf_spec.cli import options
-from hf_spec.cli.train.common import Responses, bench_command, show_table
+from hf_spec.cli.train.common import DataCommand, Responses, bench_command, show_table
 from hf_spec.evaluation.settings import CalibrationSettings, TreeSettings
 
-calibrate = typer.Typer(no_args_is_help=True, help="Choose options by measured speed.")
+Adapter = Annotated[Path, typer.Option(exists=True, help="Folder of hf-spec train.")]
+calibrate = typer.Typer(no_args_is_help=True, help="Tune a trained adapter to this machine.")
 
 
-@calibrate.command("disco")
+@calibrate.command("disco", cls=DataCommand)
 @options.from_settings
 def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     *,
-    model: options.ModelOption,
-    adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train disco`.")],
-    prompts: Annotated[
-        Path,
-        typer.Option(exists=True, help="JSON lines; the held-out ones are used."),
-    ],
-    use_all: Annotated[
-        bool, typer.Option("--all", help="Use every prompt, for a file of validation prompts.")
-    ] = False,
+    model: options.ModelArgument,
+    adapter: Adapter,
+    prompts: Annotated[Path, typer.Option(exists=True, help="JSON lines; held-out ones are used.")],
+    use_all: Annotated[bool, typer.Option("--all", help="Use all prompts.")] = False,
     max_prompts: Annotated[int, typer.Option(min=1, help="Maximum number of prompts.")] = 12,
     settings: CalibrationSettings,
     placement: options.Placement,
 ) -> None:
-    """Choose DISCO's threshold and longest draft by speed on this machine.
+    """Choose DISCO's threshold and maximum draft length by speed on this machine.
 
-    Tries every pair, alternating with static lengths, on held-out prompts, and writes the fastest
-    pair and the table into the adapter. Run this on an otherwise idle machine.
+    Measures every pair of values and static draft lengths on held-out prompts, interleaved. Writes
+    the fastest pair and the table to the adapter. Run this on an otherwise idle machine.
 
-        hf-spec calibrate disco --model MODEL --adapter my-disco --prompts prompts.jsonl
+        hf-spec calibrate disco MODEL --adapter my-disco --prompts prompts.jsonl
     """
     from tqdm import tqdm
 
@@ -73,27 +69,25 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     typer.echo(f"next: {bench_command(model, f'disco@{adapter}', placement)}")
 
 
-@calibrate.command("falcon")
+@calibrate.command("falcon", cls=DataCommand)
 @options.from_settings
 def calibrate_falcon_command(
     *,
-    model: options.ModelOption,
-    adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train falcon`.")],
+    model: options.ModelArgument,
+    adapter: Adapter,
     responses: Responses,
-    max_answers: Annotated[
-        int, typer.Option(min=1, help="Number of answers, from the first.")
-    ] = 100,
+    max_answers: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 100,
     settings: TreeSettings,
     placement: options.Placement,
 ) -> None:
-    """Choose a Falcon head's tree by acceptance and by speed on this machine.
+    """Choose a Falcon head's draft tree by acceptance rate and speed on this machine.
 
-    Counts on answers that the head was not trained on how often each path would be accepted, times
-    rounds with trees of several sizes, and writes the tree with the most tokens per second, and the
-    best number of sent nodes, into the adapter. model.generate(..., spec_strategy="falcon",
-    assistant=ADAPTER) then drafts that tree. Run this on an otherwise idle machine.
+    Measures the acceptance rate of each path on answers outside the training set, and the time of
+    rounds with trees of several sizes. Writes the fastest tree and its number of verified nodes to
+    the adapter, for model.generate(..., spec_strategy="falcon", assistant=ADAPTER). Run this on an
+    otherwise idle machine.
 
-        hf-spec calibrate falcon --model MODEL --adapter my-head --responses others.jsonl
+        hf-spec calibrate falcon MODEL --adapter my-head --responses others.jsonl
     """
     from tqdm import tqdm
 
@@ -109,7 +103,7 @@ def calibrate_falcon_command(
     trees = [[f"{value:g}" for value in choice.values()] for choice in calibration["choices"]]
     trees[calibration["best"]][-1] += " <"
     columns = ("drafted nodes", "depth", "sent", "tau", "tokens / s")
-    show_table("the likeliest paths of every tree", columns, trees)
+    show_table("trees", columns, trees)
     show_table(
         "time of a round",
         ("", "ms a round"),

@@ -5,45 +5,34 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
-from typer.core import TyperCommand
+from rich.console import Console
 
-from hf_spec.cli.options import Placement
+from hf_spec.cli.command import GENERAL, Command
+from hf_spec.cli.options import FILE, Placement
+from hf_spec.evaluation.bench.tables import Table
+from hf_spec.training.settings import DATA
 
 if TYPE_CHECKING:
     from hf_spec.training.job import TrainingResult
 
-Responses = Annotated[
-    Path,
-    typer.Option(
-        exists=True, dir_okay=False, help="The target's answers, from `hf-spec train responses`."
-    ),
-]
+Responses = Annotated[Path, typer.Option(**FILE, help="Answers of hf-spec train responses.")]
 ResponseFiles = Annotated[
-    list[Path],
-    typer.Option(
-        exists=True,
-        dir_okay=False,
-        help="Answers of `hf-spec train responses`; may be repeated.",
-    ),
+    list[Path], typer.Option(**FILE, help="Answers of train responses; may be repeated.")
 ]
 
 
-class RecordedCommand(TyperCommand):
-    """Command whose options are written to the run record of the training that it starts."""
+class DataCommand(Command):
+    """Command whose options, except settings, name the model and the data."""
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command, with its options for the run record."""
-        from hf_spec.training.trainer import with_options
-
-        with with_options(ctx.params):
-            return super().invoke(ctx)
+    panels: ClassVar = dict.fromkeys(("config", "help"), GENERAL)
+    other_panels: ClassVar = dict.fromkeys(("argument", "option"), DATA)
 
 
 def conclude(result: TrainingResult, next_step: str) -> None:
-    """Print how well a training ended and what to do next, in one of its processes."""
+    """Print the held-out metrics and the next command, in the main process."""
     from hf_spec.training.trainer import processes
 
     if not processes().is_main_process:
@@ -67,14 +56,10 @@ def next_command(*words: object, placement: Placement) -> str:
 
 
 def bench_command(model: object, strategy: str, placement: Placement) -> str:
-    """Return the command that measures what has just been trained or calibrated."""
+    """Return the command that benchmarks a trained or calibrated strategy."""
     return next_command("bench", model, "--strategy", strategy, placement=placement)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table."""
-    from rich.console import Console
-
-    from hf_spec.evaluation.bench.tables import Table
-
     Console().print(Table(columns, list(rows)).drawn(title))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from threading import Event
-from typing import Annotated
 
 import typer
 
@@ -17,21 +16,16 @@ from hf_spec.common.installing import how_to_install
 def ui(
     *,
     model: options.ModelArgument,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"{options.ENTRY}; may be repeated for a choice on the page. Default: auto."
-        ),
-    ] = None,
+    strategy: options.Strategies = None,
     assistant: options.Assistants = None,
     settings: options.UiSettings,
     placement: options.Placement,
 ) -> None:
-    """Compare plain and speculative output in the browser and inspect the drafts.
+    """Compare plain and speculative output in the browser.
 
-    Both outputs are greedy. They are timed one after the other and then replayed side by side.
-    Accepted draft tokens are green, and the draft of each round is drawn. By default only this
-    machine can open the page; Ctrl-C ends it.
+    The page offers the named strategies, by default auto. Both outputs are greedy, timed one after
+    the other, and replayed side by side. Accepted draft tokens are green, and the draft of each
+    round is drawn. By default only this machine can open the page; Ctrl-C ends it.
 
         hf-spec ui MODEL
         hf-spec ui MODEL --strategy lookup --strategy falcon@HEAD
@@ -39,10 +33,13 @@ def ui(
     """
     if importlib.util.find_spec("gradio") is None:
         raise OptionError(f"the page needs gradio: {how_to_install('ui')}")
+    from hf_spec.cli.demo.watch import load_warning
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.cli.ui.comparison import Comparer
     from hf_spec.evaluation.bench.entries import parse_entries
 
+    if warning := load_warning():
+        typer.echo(warning, err=True)
     entries = parse_entries(strategy or ["auto"], assistant or ())
     comparer = Comparer(load_target(model, placement), load_tokenizer(model), entries)
     # Importing gradio takes seconds.

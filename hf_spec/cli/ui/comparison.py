@@ -12,15 +12,11 @@ from transformers import PreTrainedModel
 
 from hf_spec.cli.answer.responder import check_context_length
 from hf_spec.cli.demo.replay import Lane, Recorder
+from hf_spec.cli.demo.watch import CpuWatch
 from hf_spec.common.errors import OptionError
 from hf_spec.common.prompts import Prompt
 from hf_spec.engine.models.support_checks import check_model
-from hf_spec.evaluation.bench.contenders import (
-    Contender,
-    Run,
-    plain,
-    without_stored_strategy,
-)
+from hf_spec.evaluation.bench.contenders import Contender, Run, plain, without_stored_strategy
 from hf_spec.evaluation.bench.entries import Entry, resolve_entry
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
 from hf_spec.evaluation.trace.pictures import Canvas
@@ -37,12 +33,14 @@ class Comparison:
         lanes: texts in pieces; a block of the second is a round.
         rounds: rounds of the second.
         decode: `decode` of the tokenizer.
+        warning: about other programs, or "".
     """
 
     records: tuple[Record, Record]
     lanes: tuple[Lane, Lane]
     rounds: Sequence[Round]
     decode: Callable[[Sequence[int]], str]
+    warning: str = ""
 
     @property
     def fullest(self) -> int:
@@ -58,8 +56,7 @@ class Comparison:
 class Comparer:
     """Model in evaluation mode with the strategies of the page; outputs are greedy.
 
-    Raises:
-        SpecError: if the model or a strategy is unsupported.
+    An unsupported model or strategy raises `SpecError`.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, entries: Sequence[Entry]):
@@ -72,8 +69,7 @@ class Comparer:
     def compare(self, text: str, strategy: str, new_tokens: int) -> Comparison:
         """Time the answer of plain `generate()` and of the named entry, each after a warm-up.
 
-        Raises:
-            OptionError: if the prompt is empty, or prompt and answer exceed the context.
+        An empty prompt, or one too long for the context, raises `OptionError`.
         """
         if not text.strip():
             raise OptionError("the prompt is empty; enter one")
@@ -86,6 +82,7 @@ class Comparer:
             self._recorded(self.entries[strategy], settings, rounds),
         ]
         plan = Plan(new_tokens, 1, ends=frozenset(end_tokens(self.model)), device=self.model.device)
+        others = CpuWatch()
         with without_stored_strategy(self.model):
             [records] = time_contenders(compared, [prompt], self.tokenizer, plan)
         # The first two are warm-ups.
@@ -94,8 +91,8 @@ class Comparer:
             recording.lane(record, self.tokenizer)
             for recording, record in zip(recordings, records, strict=True)
         )
-        pair = records[0], records[1]
-        return Comparison(pair, (baseline, ours), rounds[-1], self.tokenizer.decode)
+        pair, lanes = (records[0], records[1]), (baseline, ours)
+        return Comparison(pair, lanes, rounds[-1], self.tokenizer.decode, others.warning())
 
     def _recorded(
         self, entry: Entry, settings: dict[str, Any], rounds: list[list[Round]]

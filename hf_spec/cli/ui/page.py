@@ -60,13 +60,7 @@ def build_page(comparer: Comparer, name: str, settings: UiSettings) -> gr.Blocks
         with gr.Row(equal_height=True):
             strategy = gr.Dropdown(names, value=names[0], label="Strategy", min_width=260)
             new_tokens = gr.Slider(
-                2,
-                longest,
-                longest,
-                step=1,
-                label="Maximum new tokens",
-                min_width=260,
-                buttons=[],
+                2, longest, longest, step=1, label="Maximum new tokens", min_width=260, buttons=[]
             )
         button = gr.Button("Compare", variant="primary", elem_id="compare")
         figures = gr.HTML(visible=False, elem_id="figures")
@@ -108,8 +102,7 @@ def _clicked_round(event: gr.EventData) -> int:
 def serve_page(page: gr.Blocks, settings: UiSettings) -> str:
     """Start serving a page, without requests to other servers, and return its address.
 
-    Raises:
-        OptionError: if the address is not available.
+    An address that is not available raises `OptionError`.
     """
     # Disables Gradio's telemetry and version check.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"

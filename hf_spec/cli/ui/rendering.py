@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 
 from hf_spec.cli.answer.console_streamer import printable
-from hf_spec.cli.demo.replay import Lane
+from hf_spec.cli.demo.replay import Lane, card
 from hf_spec.cli.ui.comparison import Comparison
 from hf_spec.evaluation.trace.pictures import ACCEPTED, DARK, INK, PADDING
 
@@ -70,29 +70,31 @@ def waiting(strategy: str) -> str:
 
 
 def error(reason: str) -> str:
-    """Return an error message instead of answers."""
+    """Return an error or a warning."""
     return f'<p class="hs-refused" role="alert">{escape(reason)}</p>'
 
 
 def figures(comparison: Comparison) -> str:
-    """Return tiles with speedup, tau, speed, forward passes, and if the texts are identical."""
-    plain, ours = comparison.records
-    same, why = "identical", "the two texts, token by token"
+    """Return the warning, and tiles with speedup, tau, speed, forward passes and the verdict."""
+    ours = comparison.records[1]
+    forwards, speeds, verdict = card(*comparison.records)
+    why = "the two texts, token by token"
     if not ours.identical:
-        same, why = "different", "ties may differ; hf-spec verify classifies them"
+        why = "ties may differ; hf-spec verify classifies them"
     shown = [
         (f"{ours.ratio:.2f}×", "the speed of plain generate()"),
         (f"{ours.tau:.2f}", "tau: accepted drafts per forward pass"),
-        (f"{plain.tokens_per_second:.0f} → {ours.tokens_per_second:.0f}", "tokens per second"),
-        (f"{plain.target_forwards} → {ours.target_forwards}", "forward passes of the model"),
-        (same, why),
+        (speeds, "tokens per second"),
+        (forwards, "forward passes of the model"),
+        (verdict, why),
     ]
     kinds = ["", "", "", "", "" if ours.identical else ' class="hs-bad"']
     tiles = (
         f"<div{kind}><dd>{escape(value)}</dd><dt>{escape(label)}</dt></div>"
         for kind, (value, label) in zip(kinds, shown, strict=True)
     )
-    return f'<dl class="hs-figures">{"".join(tiles)}</dl>'
+    warning = error(comparison.warning) if comparison.warning else ""
+    return f'{warning}<dl class="hs-figures">{"".join(tiles)}</dl>'
 
 
 def answers(comparison: Comparison) -> str:

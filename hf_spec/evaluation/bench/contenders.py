@@ -29,8 +29,8 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.generation.one_call import generate_with
-from hf_spec.methods.draft_model.loading import DraftConfig
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
+from hf_spec.methods.draft_model.loading import DraftConfig
 
 # Arguments of generate() besides the prompt.
 Settings = Mapping[str, Any]

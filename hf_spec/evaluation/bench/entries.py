@@ -81,6 +81,12 @@ def parse_entries(
     return entries
 
 
+def with_baseline(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries, after "none" (the engine without drafting) if it is not among them."""
+    has_baseline = any(entry.config.strategy == "none" for entry in entries)
+    return [*([] if has_baseline else [parse_entry("none")]), *entries]
+
+
 def resolve_entry(entry: Entry, model: PreTrainedModel) -> Entry:
     """Return the entry under its short name, with its assistant loaded for `model`.
 

@@ -21,7 +21,7 @@ class DiscoTrainSettings(Settings):
     """Settings of `hf-spec train disco`.
 
     Attributes:
-        labels: "hard" (draft and target token are equal) or "soft" (acceptance probability).
+        labels: equal draft and target token (hard), or acceptance probability (soft).
         hidden_size: width of the classifier.
         class_weights: weight accepted tokens so that both classes have the same total weight.
         validation_share: share of held-out prompts, sampled with `seed`.
@@ -29,9 +29,11 @@ class DiscoTrainSettings(Settings):
         batch_size: positions per batch.
         max_epochs: most passes over the data.
         patience: epochs without a lower validation loss after which training stops.
-        seed: seed of the split, the initial weights and the data order.
+        seed: random seed. It fixes the split, the initial weights and the data order.
         threshold, max_draft_tokens: values of the adapter until it is calibrated.
     """
+
+    panel = "Training"
 
     labels: Literal["hard", "soft"] = "hard"
     hidden_size: Internal[Count] = 32
@@ -57,10 +59,12 @@ class DiscoOptions(Settings):
     """The draft model whose drafts are judged, and the answers that count.
 
     Attributes:
-        draft: draft model: folder or Hub id; or use --draft-layers.
-        draft_layers: draft with the target's own first layers.
-        tasks: learn from this task alone.
+        draft: draft model, folder or Hub id.
+        draft_layers: number of the target's own first layers, instead of --draft.
+        tasks: learn only from this task.
     """
+
+    panel = "Draft model"
 
     draft: str | None = None
     draft_layers: Count | None = None
@@ -81,6 +85,6 @@ TRAINING = Training(
     accepted. Then choose its threshold with `hf-spec calibrate disco`, and use it:
     model.generate(..., spec_strategy="disco", assistant=OUT).
 
-        hf-spec train disco --model MODEL --responses answers.jsonl --draft DRAFT --out my-disco
+        hf-spec train disco MODEL --responses answers.jsonl --draft DRAFT --out my-disco
     """,
 )

@@ -20,14 +20,16 @@ class DraftTrainSettings(Settings):
     Attributes:
         num_layers: layers of the draft model.
         rank: rank of the LoRA.
-        vocabulary_size: most frequent tokens that it can propose; None for all.
+        vocabulary_size: number of most frequent tokens it can draft; None for all.
         hard_weight: weight of the cross-entropy with the token that the target chose, 0 to 1.
         held_back: share of the prompts that are held out, chosen by a hash of their ids.
     """
 
-    num_layers: Annotated[Count, Named("layers")] = 4
+    panel = "Draft model"
+
+    num_layers: Count = 4
     rank: Count = 64
-    vocabulary_size: Annotated[Count | None, Named("vocabulary")] = 8192
+    vocabulary_size: Annotated[Count | None, Named("vocab_size")] = 8192
     hard_weight: Internal[Share] = 0.3
     held_back: Internal[Share] = 0.03
 
@@ -41,12 +43,12 @@ TRAINING = Training(
     function="hf_spec.methods.draft_model.training:run_training",
     result="the adapter",
     strategy="tree",
-    help="""Train a draft model out of the target's own first layers.
+    help="""Train a draft model from the target's first layers.
 
     The target's next-token distributions over the answers are computed first, once, and stored
     beside them. Use the model with model.generate(..., spec_strategy="draft", assistant=OUT), or
     "tree", or "gsd".
 
-        hf-spec train draft --model MODEL --responses answers.jsonl --out my-draft --layers 2
+        hf-spec train draft MODEL --responses answers.jsonl --out my-draft --num-layers 2
     """,
 )

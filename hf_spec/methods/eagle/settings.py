@@ -19,18 +19,20 @@ class EagleTrainSettings(Settings):
     """Settings of an EAGLE-3 head and its loss.
 
     Attributes:
-        steps: consecutive draft steps in the loss (the paper's training-time test).
-        step_weight: weight of a step's loss relative to that of the step before.
-        mlp_size: width of the MLP; by default the target's, or that of the head to start from.
-        vocabulary_size: number of most frequent tokens that the head can draft; None for all.
-        max_context: last tokens of a prompt that are read in training; None for all.
+        steps: consecutive draft steps in the loss. The paper calls them training-time test.
+        step_weight: loss weight of a step relative to the step before.
+        mlp_size: width of the MLP. Default: the target's, or that of the head to start from.
+        vocabulary_size: number of most frequent tokens it can draft; None for all.
+        max_context: last tokens of a prompt that it learns from; None for all.
         held_back: share of the prompts that are held out, chosen by a hash of their ids.
     """
+
+    panel = "Head"
 
     steps: Count = 4
     step_weight: Share = 0.8
     mlp_size: Count | None = None
-    vocabulary_size: Annotated[Count | None, Named("vocabulary")] = 8192
+    vocabulary_size: Annotated[Count | None, Named("vocab_size")] = 8192
     max_context: Count | None = 64
     held_back: Internal[Share] = 0.03
 
@@ -55,7 +57,7 @@ TRAINING = Training(
     beside the answers. Use the head with
     model.generate(..., spec_strategy="eagle", assistant=OUT).
 
-        hf-spec train eagle --model MODEL --responses answers.jsonl --out my-head --steps 4
-        hf-spec train eagle --model MODEL --responses more.jsonl --out my-next-head --init my-head
+        hf-spec train eagle MODEL --responses answers.jsonl --out my-head --steps 4
+        hf-spec train eagle MODEL --responses more.jsonl --out my-next-head --init my-head
     """,
 )

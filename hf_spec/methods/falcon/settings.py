@@ -19,17 +19,19 @@ class FalconShape(Settings):
     """Sizes of a Falcon head.
 
     Attributes:
-        block_size: tokens drafted per pass, k.
-        num_layers: attention layers of the head, initially copies of the target's last ones.
-        recurrent: carry the LSTM's state along the text, as in the paper; the released code resets
-            it at every pair.
-        fused: read three earlier hidden states of the target, too, like EAGLE-3 (Li et al. 2025,
+        block_size: tokens drafted per pass, 1 to 4. It is the paper's k.
+        num_layers: attention layers. They start as copies of the target's last ones.
+        recurrent: carry the LSTM's state along the text. So does the paper; the released code
+            resets it at every pair.
+        fused: also read three earlier hidden states of the target. So does EAGLE-3 (Li et al. 2025,
             arXiv 2503.01840); the paper reads the last one.
         dropout: dropout between the LSTM layers, in training.
     """
 
+    panel = "Head"
+
     block_size: Annotated[int, Within(1, 4)] = 2
-    num_layers: Annotated[Count, Named("layers")] = 1
+    num_layers: Count = 1
     recurrent: bool = False
     fused: bool = False
     dropout: Internal[Share] = 0.1
@@ -45,21 +47,27 @@ class CsgdSettings(Settings):
     """Settings of the loss; `hf_spec.methods.falcon.csgd` explains the choices.
 
     Attributes:
-        schedule: share of replaced inputs by epoch; "steps" decreases it to 0 over any number of
-            epochs, "off" replaces none. See hf_spec.methods.falcon.csgd.
-        noise: noise on the input features; see hf_spec.methods.falcon.csgd.
-        hard_label: the token in the data, or one drawn from the target.
-        replaced_token: token of replaced inputs: the target's first choice, or that of the data.
-        feature_weight: weight of the feature loss, a smooth L1 distance.
-        soft_weight: weight of the cross-entropy with the target's distribution.
-        hard_weight: weight of the cross-entropy with the hard label.
-        soft_temperature: temperature of the head's logits in the soft loss; released code: 0.95.
-        own_features: share of the blocks whose input features are predicted by the head.
-        own_passes: consecutive passes that predict them, each from those of the pass before.
-        feature_scale: compare features as they are (raw), or divide each dimension by its root mean
-            square (dimension).
-        learn_replaced: also learn from replaced places, whose inputs contain their answers.
+        schedule: schedule of replaced inputs. Their share decreases to 0 over any number of epochs
+            ("steps"), or none is replaced ("off"). See hf_spec.methods.falcon.csgd.
+        noise: noise on input features. See hf_spec.methods.falcon.csgd.
+        hard_label: source of the hard label. It is the token in the data, or one drawn from the
+            target.
+        replaced_token: token of replaced inputs. It is the target's first choice, or that of the
+            data.
+        feature_weight: weight of the feature loss. The loss is a smooth L1 distance.
+        soft_weight: weight of the soft loss. The loss is the cross-entropy with the target's
+            distribution.
+        hard_weight: weight of the hard loss. The loss is the cross-entropy with the hard label.
+        soft_temperature: temperature of the soft loss. It divides the head's logits; the released
+            code has 0.95.
+        own_features: share of predicted inputs. The head predicts their input features.
+        own_passes: passes that predict them. Each reads the predictions of the pass before.
+        feature_scale: scale of compared features. They are compared as they are (raw), or each
+            dimension is divided by its root mean square (dimension).
+        learn_replaced: also learn at replaced inputs. They contain their answers.
     """
+
+    panel = "Loss"
 
     schedule: Annotated[Literal["paper", "released", "steps", "off"], Named("csgd")] = "paper"
     noise: Literal["paper", "released", "off"] = "paper"
@@ -94,17 +102,20 @@ class FalconTrainSettings(Settings):
     Attributes:
         shape: sizes of the head.
         csgd: settings of the loss.
-        vocabulary_size: number of most frequent tokens that it can draft; None for all.
-        keep_vocabulary: keep the vocabulary of the head to start from.
-        max_context: last tokens of a prompt that are read in training; None for all.
+        vocabulary_size: number of tokens it can draft; None for all. They are the most frequent
+            ones.
+        keep_vocabulary: use the vocabulary of the --init head.
+        max_context: prompt tokens it learns from; None for all. They are the last ones.
         max_depth: most tokens of a draft, stored in the adapter.
         held_back: share of the prompts in the held-out set, chosen by a hash of their ids.
     """
 
+    panel = "Head"
+
     shape: FalconShape = field(default_factory=FalconShape)
     csgd: CsgdSettings = field(default_factory=CsgdSettings)
-    vocabulary_size: Annotated[Count | None, Named("vocabulary")] = 8192
-    keep_vocabulary: bool = False
+    vocabulary_size: Annotated[Count | None, Named("vocab_size")] = 8192
+    keep_vocabulary: Annotated[bool, Named("keep_vocab")] = False
     max_context: Count | None = 64
     max_depth: Internal[Count] = 8
     held_back: Internal[Share] = 0.03
@@ -121,12 +132,10 @@ TRAINING = Training(
     strategy="falcon",
     help="""Train a Falcon head, which drafts several tokens in one pass.
 
-    The target's features of all texts are computed first, once, and stored beside the answers. Loss
-    weights and CSGD's options are the paper's by default; on a small model --soft-weight 1
-    --hard-weight 0.1 train it faster. Use the head with
-    model.generate(..., spec_strategy="falcon", assistant=OUT).
+    Defaults are the paper's; --soft-weight 1 --hard-weight 0.1 train a small model faster. Use
+    the head with generate(..., spec_strategy="falcon", assistant=OUT).
 
-        hf-spec train falcon --model MODEL --responses answers.jsonl --out my-head
+        hf-spec train falcon MODEL --responses answers.jsonl --out my-head
         hf-spec train falcon --config falcon.yaml --seed 1
     """,
 )

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
@@ -27,29 +27,35 @@ class SdsatTrainSettings(Settings):
     """Kind and loss of adaptive tokens; `hf_spec.methods.sdsat.training` explains the choices.
 
     Attributes:
-        mode: trained weights; see hf_spec.methods.sdsat.adaptive_tokens.
-        window: maximum number of consecutive adaptive tokens, L.
-        diverse: one adaptive token per slot of the window, instead of one for all slots.
+        mode: trained weights. See hf_spec.methods.sdsat.adaptive_tokens.
+        window: maximum consecutive tokens. It is the paper's L.
+        diverse: one adaptive token per slot of the window. Otherwise one for all slots.
         rank: rank of the LoRA.
-        targets: layers that get a LoRA, such as q_proj. Default: all linear layers.
-        loss: equation 9 of the paper (improved), or equation 8 (basic).
-        layout: windows branch off the clean text, or replace tokens in it. Default: by mode and
-            loss.
-        start_share: share of the answer's positions at which windows start.
-        adaptive_weight: weight of the adaptive positions relative to the clean text, w of equation
-            9.
-        soft_weight: weight of the cross-entropy with the target's own distribution, 0 to 1.
-        infilling: share of the code put into infilling format, one half PSM and one half SPM; 0.5
-            in the paper.
+        targets: layer with a LoRA, such as q_proj. Default: all linear layers.
+        loss: equation 9, or 8 (basic). They are the paper's.
+        layout: windows branch off the text, or replace tokens in it. Default: by mode and loss.
+        start_share: share of positions with windows. Only positions of the answer start a window.
+        adaptive_weight: weight of adaptive positions. Relative to clean text; w of equation 9.
+        soft_weight: weight of target distributions. Of the cross-entropy with them, 0 to 1.
+        infilling: share of code to infill. One half is PSM, the other SPM; the paper has
+            0.5.
         infilling_task: task whose answers are code.
-        infilling_markers: prefix, suffix and middle marker, tokens of the vocabulary. Default: the
-            tokenizer's own.
-        num_adaptive: default number of adaptive tokens in decoding. Default: the window.
-        token_ids: spare rows of the vocabulary, for mode full. Default: new rows.
+        infilling_markers: prefix, suffix, middle marker, in order. They are tokens of the
+            vocabulary. Default: the tokenizer's.
+        num_adaptive: adaptive tokens per draft. Default: --window.
+        token_ids: spare vocabulary row for mode full. Default: new rows.
         held_back: share of the prompts that are held out, chosen by a hash of their ids.
         evaluated_positions: positions per held-out answer after which adaptive tokens are
             evaluated.
     """
+
+    panel = "Adaptive tokens"
+    other_panels: ClassVar = {
+        "Loss": (
+            *("loss", "layout", "start_share", "adaptive_weight", "soft_weight"),
+            *("infilling", "infilling_task", "infilling_markers"),
+        )
+    }
 
     mode: Mode = "gated"
     window: Count = 5
@@ -109,15 +115,14 @@ TRAINING = Training(
     run=SDSAT_RUN,
     teacher=True,
     function="hf_spec.methods.sdsat.training:run_training",
-    result="adapter or model",
+    result="the result",
     strategy="sdsat",
     help="""Train adaptive tokens, after which the target drafts for itself.
 
-    Modes gated and embeddings leave the target's output as it is; lora and full make another model
-    of it, full in OUT itself. See hf_spec.methods.sdsat.adaptive_tokens. The target's next-token
-    distributions are computed, and stored, only for --soft-weight. Use the adapter with
-    model.generate(..., spec_strategy="sdsat", assistant=OUT).
+    Modes gated and embeddings leave the target's output unchanged; lora and full train another
+    model, full in OUT itself. The target's next-token distributions are computed and stored only
+    for --soft-weight. Use it with generate(..., spec_strategy="sdsat", assistant=OUT).
 
-        hf-spec train sdsat --model MODEL --responses answers.jsonl --out my-tokens --window 5
+        hf-spec train sdsat MODEL --responses answers.jsonl --out my-tokens
     """,
 )

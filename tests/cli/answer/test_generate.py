@@ -76,7 +76,7 @@ def test_json(folder: Path, continued: str) -> None:
 
 
 def test_sampling(folder: Path, continued: str) -> None:
-    sample = ("--sample", "--temperature", 3.0, "--top-p", 0.9, "--seed", 5)
+    sample = ("--do-sample", "--temperature", 3.0, "--top-p", 0.9, "--seed", 5)
     first, second = (run(folder, PROMPT, *RAW, *sample).stdout for _ in range(2))
     assert first == second != continued + "\n"
 
@@ -87,7 +87,7 @@ def test_sampling(folder: Path, continued: str) -> None:
         ((), "pass either a prompt"),
         (("text", "--prompt-file", __file__), "pass either a prompt"),
         (("",), "the prompt is empty"),
-        (("text", "--seed", 1), "add --sample"),
+        (("text", "--seed", 1), "add --do-sample"),
         (("text", "--batch-size", 2), "--batch-size needs --prompts"),
         (("text", "--strategy", "nonsense"), "unknown spec_strategy 'nonsense'"),
         (("text", "--dtype", "int8"), "'int8' is not one of 'auto', 'float32'"),

@@ -93,14 +93,14 @@ def test_answers_come_in_the_order_of_the_prompts(
 def test_a_run_resumes_from_complete_lines(
     folder: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, works = tmp_path / "out.jsonl", many._answers
+    out, works = tmp_path / "out.jsonl", many.Responder.generate_each
 
-    def killed(*given: Any) -> Iterator[dict[str, Any]]:
+    def killed(*given: Any) -> Iterator[Any]:
         yield from islice(works(*given), 3)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(many, "_answers", killed)
+        patch.setattr(many.Responder, "generate_each", killed)
         assert run(folder, *options(source, out)).exit_code != 0
     [part] = tmp_path.glob("*.part")
     # As if another process of an earlier run had been cut off in the middle of a line.
@@ -160,7 +160,7 @@ class TestAnotherRun:
     def test_other_settings(self, folder: Path, source: Path, out: Path) -> None:
         longer = [*options(source, out), "--max-new-tokens", NEW_TOKENS + 1]
         assert "max_new_tokens=24 (now 25)" in self.refused(out, folder, *longer)
-        sampled = [*options(source, out), "--sample"]
+        sampled = [*options(source, out), "--do-sample"]
         assert "sample=False (now True)" in self.refused(out, folder, *sampled)
 
     @pytest.mark.parametrize("name", ["model", "other"])
@@ -192,7 +192,7 @@ class TestAnotherRun:
 
     def test_a_strategy_that_changes_the_output(self, folder: Path, source: Path) -> None:
         out = source.with_name("lossy.jsonl")
-        sampled = [*options(source, out), "--sample", "--assistant", "truncated:1", "--strategy"]
+        sampled = [*options(source, out), "--do-sample", "--assistant", "truncated:1", "--strategy"]
         assert run(folder, *sampled, "gsd:compile=false").exit_code == 0
         assert "has all answers" in run(folder, *sampled, "tree:compile=false").stderr
         lossy = "gsd:compile=false,lossy=true"
@@ -228,21 +228,21 @@ class TestChangedPrompts:
     def test_equal_prompts_have_an_answer_each(self, folder: Path, tmp_path: Path) -> None:
         source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         write(source, [PROMPT, "w9", PROMPT])
-        assert run(folder, *options(source, out), "--sample", "--seed", 1).exit_code == 0
+        assert run(folder, *options(source, out), "--do-sample", "--seed", 1).exit_code == 0
         (_, first), _, (_, third) = answers(out)
         assert first != third
 
     def test_a_prompt_of_an_interrupted_run_is_gone(
         self, folder: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        out, works = tmp_path / "out.jsonl", many._answers
+        out, works = tmp_path / "out.jsonl", many.Responder.generate_each
 
         def killed(*given: Any) -> Iterator[Any]:
             yield from islice(works(*given), 3)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(many, "_answers", killed)
+            patch.setattr(many.Responder, "generate_each", killed)
             run(folder, *options(source, out))
         write(source, ["w40 w41"] * 7)
         reason = said(run(folder, *options(source, out)))
@@ -313,6 +313,6 @@ def complete_lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_seed_draws_the_same_again(folder: Path, source: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        sampled = [*options(source, tmp_path / name), "--sample", "--seed", 1]
+        sampled = [*options(source, tmp_path / name), "--do-sample", "--seed", 1]
         assert run(folder, *sampled).exit_code == 0
     assert answers(tmp_path / "a") == answers(tmp_path / "b") != expected(texts(7))

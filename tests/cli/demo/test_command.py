@@ -62,6 +62,14 @@ def test_fails_if_an_output_differs(
     assert "differs" in result.output
 
 
+def test_a_busy_machine_is_told_first(
+    benchmarks: list[Benchmark], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.getloadavg", lambda: (1e6, 0.0, 0.0))
+    result = CliRunner().invoke(build_app(), ["demo"])
+    assert result.output.startswith("warning: this machine is busy")
+
+
 @pytest.mark.parametrize("wrong", [("--strategy", "lokup"), ("--repeats", "0")])
 def test_mistakes_are_told_before_the_model_is_loaded(
     wrong: tuple[str, str], monkeypatch: pytest.MonkeyPatch

@@ -12,12 +12,10 @@ from hf_spec.cli.demo import entries
 from hf_spec.cli.demo.entries import (
     HEAD,
     PROMPTS,
-    chosen_entries,
     default_entries,
     find_head,
 )
 from hf_spec.cli.demo.session import copied_share
-from hf_spec.common.errors import SpecError
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[3]
@@ -67,23 +65,6 @@ def test_the_head_serves_falcon_and_auto(smollm2: tuple[Any, Any]) -> None:
     assert missing == ""
     assert names(found) == ["none", "lookup", "falcon", "auto"]
     assert [assistant for *_, assistant in found] == [None, None, *[str(ROOT / HEAD)] * 2]
-
-
-def test_the_engine_alone_is_always_a_baseline() -> None:
-    assert names(chosen_entries(["lookup"], [])) == ["none", "lookup"]
-    assert names(chosen_entries(["lookup", "none"], [])) == ["lookup", "none"]
-
-
-def test_options_and_assistants_are_those_of_bench() -> None:
-    [_, (name, config, assistant)] = chosen_entries(["lookup:copy_length=5"], [])
-    assert (name, config.copy_length, assistant) == ("lookup:copy_length=5", 5, None)
-    [_, tree] = chosen_entries(["tree"], ["DRAFT"])
-    assert tree[2] == "DRAFT"
-
-
-def test_unknown_strategies_are_refused() -> None:
-    with pytest.raises(SpecError, match="lokup"):
-        chosen_entries(["lokup"], [])
 
 
 @pytest.mark.real

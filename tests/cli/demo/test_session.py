@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import io
-import time
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from rich.console import Console
 
-from hf_spec.cli.demo import session
-from hf_spec.cli.demo.entries import chosen_entries
+from hf_spec.cli.demo import session, watch
 from hf_spec.cli.demo.replay import Recorder
-from hf_spec.cli.demo.session import Answer, copied_share, prompts_table, strategies_table
+from hf_spec.cli.demo.session import conclusion, copied_share, strategies_table
 from hf_spec.common.outputs import RowStats, SpecStats
 from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench import suite
 from hf_spec.evaluation.bench.contenders import Contender, Run
-from hf_spec.evaluation.bench.entries import Entry
+from hf_spec.evaluation.bench.entries import Entry, parse_entries, with_baseline
 from hf_spec.evaluation.bench.runner import Record, Row
 from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.evaluation.bench.tables import Table
@@ -29,7 +27,7 @@ from hf_spec.evaluation.settings import Suite
 from tests import tiny_models
 
 TEXTS = {"one": "bababa", "two": "cacaca"}
-ENTRIES = chosen_entries(["lookup", "auto"], [])
+ENTRIES = with_baseline(parse_entries(["lookup", "auto"]))
 
 
 def run(console: Console, entries: Sequence[Entry] | None = None) -> bool:
@@ -63,7 +61,22 @@ def test_texts_times_and_tables_in_a_pipe() -> None:
     assert text in page(shown).splitlines()
     assert page(shown).count("[plain ") == 2
     assert page(shown).count("2 of 2") == 4
-    assert "6, cut" in page(shown)
+    assert "6 tokens (cut)" in page(shown)
+    assert page(shown).count(" forward passes, identical; ") == 2
+
+
+def test_it_ends_with_one_table_and_one_sentence() -> None:
+    shown = console()
+    run(shown)
+    lines = page(shown).rstrip().splitlines()
+    table = lines[max(n for n, line in enumerate(lines) if line.startswith("all prompts")) :]
+    assert max(map(len, table)) <= 80
+    assert sum("───" in line for line in table) == 1
+    start = next(n for n, line in enumerate(table) if line.startswith("Drafting "))
+    sentence = " ".join(" ".join(table[start:]).split())
+    assert sentence.count("none, the engine without drafting") == 1
+    assert re.search(r"\.$", sentence)
+    assert not re.search(r"\. [A-Z]", sentence)
 
 
 def test_a_pipe_gets_no_bars_and_no_escapes(capfd: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +115,7 @@ def test_a_different_output_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session.CpuWatch, "share_of_others", lambda watch: 0.42)
+    monkeypatch.setattr(watch.CpuWatch, "share_of_others", lambda watch: 0.42)
     shown = console()
     run(shown)
     assert "42%" in page(shown)
@@ -154,11 +167,17 @@ def test_without_the_engine_alone_there_is_nothing_to_compare_with(records: list
     assert found["lookup"][4] == "-"
 
 
-def test_one_row_a_prompt(records: list[Record]) -> None:
-    answers = {"easy": Answer(100, 0.853, True), "hard": Answer(128, 0.0, False)}
-    found = lines(prompts_table(records, answers))
-    assert found["easy"] == ["100", "85%", "2.00", "4.00", "4.00", "8.00"]
-    assert found["hard"] == ["128,", "cut", "0%", "1.00", "1.00", "1.00", "1.00"]
+def test_the_sentence_names_what_drafting_added(records: list[Record]) -> None:
+    easy = [record for record in records if record.prompt == "easy"]
+    assert conclusion(easy[:3]) == (
+        "Drafting with lookup added 100%: 2.00x the speed of none, the engine without drafting."
+    )
+    assert conclusion(records).startswith("Drafting with auto added")
+    assert conclusion([record for record in records if record.prompt == "hard"]) == (
+        "Drafting added nothing here: lookup, the fastest, has 1.00x the speed of none, the engine "
+        "without drafting."
+    )
+    assert "Add --strategy" in conclusion(easy[:2])
 
 
 def test_one_different_output_is_seen(records: list[Record]) -> None:
@@ -192,41 +211,9 @@ def plain(prompt: str, seconds: float, contender: str = "plain") -> Record:
     return Record(prompt, prompt, contender, 0, seconds, seconds, 10, 10, True)
 
 
-@pytest.mark.parametrize(
-    ("busy", "own", "share"),
-    # Percent of all processors, and of one of the four.
-    [(50.0, 200.0, 0.0), (75.0, 200.0, 0.25), (100.0, 0.0, 1.0), (47.5, 200.0, 0.0)],
-)
-def test_own_work_is_not_counted(
-    monkeypatch: pytest.MonkeyPatch, busy: float, own: float, share: float
-) -> None:
-    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
-    monkeypatch.setattr(psutil, "cpu_percent", lambda: busy)
-    monkeypatch.setattr(psutil.Process, "cpu_percent", lambda process: own)
-    assert session.CpuWatch().share_of_others() == pytest.approx(share)
-
-
-def test_the_counters_of_this_machine_are_read() -> None:
-    watch = session.CpuWatch()
-    end = time.process_time() + 0.3
-    while time.process_time() < end:
-        pass
-    own, busy = watch._own.cpu_percent(), psutil.cpu_percent()
-    assert own > 20
-    assert busy > 0.5 * own / psutil.cpu_count()
-
-
-def test_disagreement_is_that_of_the_worst_prompt() -> None:
+def test_unsteady_runs_are_told() -> None:
+    """By the worst prompt, and only of plain generate()."""
     records = [plain("a", 2.0), plain("a", 3.0), plain("b", 9.0), plain("b", 9.0)]
     records += [plain("a", 99.0, "lookup")]
-    assert session.slowest_to_fastest(records, "plain") == 1.5
-    assert session.slowest_to_fastest(records[:1], "plain") == 1.0
-
-
-def test_warnings_name_the_figure() -> None:
-    assert session.warnings(0.05, 1.1) == []
-    [busy] = session.warnings(0.42, 1.1)
-    assert "42%" in busy
-    [unsteady] = session.warnings(0.0, 1.5)
-    assert "1.50" in unsteady
-    assert len(session.warnings(0.42, 1.5)) == 2
+    assert "factor of 1.50" in session.unsteady_warning(records)
+    assert session.unsteady_warning([*records[:1], *records[2:]]) == ""

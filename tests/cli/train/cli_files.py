@@ -54,4 +54,4 @@ def short_bench(folder: Path) -> tuple[Any, ...]:
     """Options that keep a benchmark to one prompt of the tiny model's alphabet."""
     prompts = folder / "prompts.txt"
     prompts.write_text("bacedabaceda\n")
-    return ("--prompts", prompts, "--new-tokens", 3, "--repeats", 1, "--no-baselines")
+    return ("--prompts", prompts, "--max-new-tokens", 3, "--repeats", 1, "--no-baselines")

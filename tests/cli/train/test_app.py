@@ -38,9 +38,7 @@ def responses(tmp_path: Path) -> Path:
 @pytest.mark.smoke
 def test_one_task(model_folder: Path, responses: Path, tmp_path: Path) -> None:
     out = ("--responses", responses, "--out", tmp_path / "a")
-    result = run(
-        "train", "disco", "--model", model_folder, *out, "--draft-layers", 1, "--task", "code"
-    )
+    result = run("train", "disco", model_folder, *out, "--draft-layers", 1, "--task", "code")
     assert result.exit_code == 0, result.output
     assert load_adapter(tmp_path / "a").options["training"]["tasks"] == ["code"]
     [start] = json.loads((tmp_path / "a" / "training" / "run.json").read_text())["starts"]
@@ -51,7 +49,7 @@ def test_one_task(model_folder: Path, responses: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("drafts", [(), ("--draft", "x", "--draft-layers", "2")])
 def test_one_draft_model(drafts: tuple[str, ...], responses: Path, tmp_path: Path) -> None:
     out = ("--responses", responses, "--out", tmp_path / "a")
-    result = run("train", "disco", "--model", "unused", *out, *drafts)
+    result = run("train", "disco", "unused", *out, *drafts)
     assert result.exit_code == 2
     assert "--draft-layers" in result.output
 
@@ -60,7 +58,7 @@ def test_errors_come_in_one_sentence(model_folder: Path, tmp_path: Path) -> None
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text("{}\n")
     result = run(
-        *("train", "disco", "--model", model_folder, "--responses", wrong),
+        *("train", "disco", model_folder, "--responses", wrong),
         *("--out", tmp_path / "a", "--draft-layers", 1),
     )
     assert result.exit_code == 2
@@ -72,7 +70,7 @@ def test_help_teaches() -> None:
     text = run("train", "--help").output
     for name in ("responses", "draft", "disco", "falcon", "eagle", "sdsat"):
         assert name in text
-    assert "--model" in run("train", "disco", "--help").output
+    assert "MODEL" in run("train", "disco", "--help").output
     assert "spec_strategy" in " ".join(run("train", "disco", "--help").output.split())
 
 
@@ -85,7 +83,7 @@ def test_prompts_of_the_benchmarks_are_not_learned_from(model_folder: Path, tmp_
     ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ("--prompts", prompts, "--out", answers, "--max-new-tokens", 2)
-    result = run("train", "responses", "--model", model_folder, *given)
+    result = run("train", "responses", model_folder, *given)
     assert result.exit_code == 0, result.output
     assert "1 of 2 prompts share text" in " ".join(result.output.split())
     assert [answer.id for answer in read_responses(answers)] == ["a"]
@@ -99,7 +97,7 @@ def test_features_that_were_kept_serve_the_next_training(
     rows = [{"id": f"p{n}", "task": "qa", "turns": ["ba" * (n % 4 + 1)]} for n in range(40)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ("--prompts", prompts, "--out", answers, "--max-new-tokens", 6)
-    result = run("train", "responses", "--model", model_folder, *given, "--features", kept)
+    result = run("train", "responses", model_folder, *given, "--features", kept)
     assert result.exit_code == 0, result.output
     assert next_step(result)[:2] == ["train", part]
 
@@ -109,7 +107,7 @@ def test_features_that_were_kept_serve_the_next_training(
     # That of a few texts tells how large features are.
     monkeypatch.setattr(falcon, "hidden_sizes", lambda model, texts, layer=-1: torch.ones(32))
     monkeypatch.setattr(features, "text_features", refuse)
-    result = run(*next_step(result), "--epochs", 1, "--vocabulary", 0)
+    result = run(*next_step(result), "--num-train-epochs", 1, "--vocab-size", 0)
     assert result.exit_code == 0, result.output
 
 
@@ -119,19 +117,19 @@ def test_from_prompts_to_a_trained_draft(model_folder: Path, tmp_path: Path) -> 
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     answers, out = tmp_path / "answers.jsonl", tmp_path / "draft"
     runner, app = CliRunner(), build_app()
-    common = ["--model", str(model_folder), "--dtype", "float32"]
+    common = [str(model_folder), "--dtype", "float32"]
     arguments = ["--prompts", str(prompts), "--out", str(answers), "--max-new-tokens", "6"]
     result = runner.invoke(app, ["train", "responses", *common, *arguments])
     assert result.exit_code == 0, result.output
     assert "0 prompts were too long" in result.output
     assert len(answers.read_text().splitlines()) == 41
     words = next_step(result)
-    assert words[:4] == ["train", "falcon", "--model", str(model_folder)]
-    assert words[4:6] == ["--responses", str(answers)]
-    assert run(*words, "--epochs", 1, "--vocabulary", 0).exit_code == 0
+    assert words[:3] == ["train", "falcon", str(model_folder)]
+    assert words[3:5] == ["--responses", str(answers)]
+    assert run(*words, "--num-train-epochs", 1, "--vocab-size", 0).exit_code == 0
     assert load_adapter(tmp_path / "answers-head", "falcon")
-    arguments = ["--responses", str(answers), "--out", str(out), "--layers", "1", "--rank", "2"]
-    result = runner.invoke(app, ["train", "draft", *common, *arguments, "--epochs", "1"])
+    arguments = ["--responses", str(answers), "--out", str(out), "--num-layers", "1", "--rank", "2"]
+    result = runner.invoke(app, ["train", "draft", *common, *arguments, "--num-train-epochs", "1"])
     assert result.exit_code == 0, result.output
     assert "agreement" in result.output
     assert next_step(result)[:4] == ["bench", str(model_folder), "--strategy", f"tree@{out}"]
@@ -140,7 +138,7 @@ def test_from_prompts_to_a_trained_draft(model_folder: Path, tmp_path: Path) -> 
 
 
 class TestFalcon:
-    SMALL = ("--epochs", 2, "--batch-tokens", 60, "--vocabulary", 0)
+    SMALL = ("--num-train-epochs", 2, "--batch-tokens", 60, "--vocab-size", 0)
 
     def test_two_files_with_features_beside_them(
         self, model_folder: Path, responses: Path, tmp_path: Path
@@ -148,7 +146,7 @@ class TestFalcon:
         other = responses.with_name("others.jsonl")
         other.write_text(responses.read_text())
         out = tmp_path / "adapter"
-        train = ("train", "falcon", "--model", model_folder, "--out", out, "--dtype", "float32")
+        train = ("train", "falcon", model_folder, "--out", out, "--dtype", "float32")
         files = ("--responses", responses, "--responses", other)
         options = ("--block-size", 3, "--csgd", "released", "--soft-weight", 0.5, "--seed", 4)
         result = run(*train, *files, *options, *self.SMALL)
@@ -165,7 +163,7 @@ class TestFalcon:
         assert (training["csgd"]["schedule"], training["csgd"]["soft_weight"]) == ("released", 0.5)
         # A head to go on from, and no features on disk.
         again = ("--init", out, "--no-store", "--block-size", 3)
-        train = ("train", "falcon", "--model", model_folder, "--out", tmp_path / "again")
+        train = ("train", "falcon", model_folder, "--out", tmp_path / "again")
         result = run(*train, "--responses", responses, *again, *self.SMALL)
         assert result.exit_code == 0, result.output
         assert load_adapter(tmp_path / "again").options["training"]["start"] == out.name
@@ -173,7 +171,7 @@ class TestFalcon:
     def test_wrong_choices_and_heads(
         self, model_folder: Path, responses: Path, tmp_path: Path
     ) -> None:
-        train = ("train", "falcon", "--model", model_folder, "--responses", responses)
+        train = ("train", "falcon", model_folder, "--responses", responses)
         result = run(*train, "--out", tmp_path / "a", "--noise", "gauss")
         assert result.exit_code == 2
         text = " ".join(result.output.replace("│", " ").split())
@@ -186,14 +184,14 @@ class TestFalcon:
     def test_help_teaches(self) -> None:
         text = " ".join(run("train", "falcon", "--help").output.split())
         assert 'spec_strategy="falcon"' in text
-        for option in ("--block-size", "--csgd", "--init", "--no-store", "--responses"):
+        for option in ("--block-size", "--csgd", "--init", "--[no-]store", "--responses"):
             assert option in text
 
     def test_the_next_command_works(
         self, model_folder: Path, responses: Path, tmp_path: Path
     ) -> None:
         out = tmp_path / "my head"
-        train = ("train", "falcon", "--model", model_folder, "--responses", responses, "--out", out)
+        train = ("train", "falcon", model_folder, "--responses", responses, "--out", out)
         words = next_step(run(*train, *self.SMALL, "--dtype", "bfloat16"))
         assert words[:4] == ["bench", str(model_folder), "--strategy", f"falcon@{out}"]
         assert words[4:] == ["--dtype", "bfloat16"]
@@ -203,13 +201,22 @@ class TestFalcon:
 
 
 class TestEagle:
-    SMALL = ("--epochs", 2, "--batch-tokens", 60, "--dtype", "float32", "--vocabulary", 40)
+    SMALL = (
+        "--num-train-epochs",
+        2,
+        "--batch-tokens",
+        60,
+        "--dtype",
+        "float32",
+        "--vocab-size",
+        40,
+    )
 
     def test_it_trains_and_the_next_command_works(
         self, model_folder: Path, responses: Path, tmp_path: Path
     ) -> None:
         out = tmp_path / "my head"
-        train = ("train", "eagle", "--model", model_folder, "--responses", responses, "--out", out)
+        train = ("train", "eagle", model_folder, "--responses", responses, "--out", out)
         result = run(*train, "--steps", 2, "--mlp-size", 16, *self.SMALL)
         assert result.exit_code == 0, result.output
         text = " ".join(result.output.split())
@@ -236,7 +243,7 @@ class TestEagle:
 
 
 class TestSdsat:
-    SMALL = ("--epochs", 2, "--batch-tokens", 60, "--dtype", "float32", "--rank", 2)
+    SMALL = ("--num-train-epochs", 2, "--batch-tokens", 60, "--dtype", "float32", "--rank", 2)
 
     def test_two_files_with_opinions(
         self, model_folder: Path, responses: Path, tmp_path: Path
@@ -244,7 +251,7 @@ class TestSdsat:
         other = responses.with_name("others.jsonl")
         other.write_text(responses.read_text())
         out = tmp_path / "adapter"
-        train = ("train", "sdsat", "--model", model_folder, "--out", out)
+        train = ("train", "sdsat", model_folder, "--out", out)
         files = ("--responses", responses, "--responses", other, "--teacher", tmp_path / "said")
         options = ("--window", 3, "--diverse", "--layout", "replaced", "--soft-weight", 0.4)
         more = ("--start-share", 0.5, "--lora-layer", "q_proj", "--num-adaptive", 2, "--seed", 4)
@@ -273,7 +280,7 @@ class TestSdsat:
     def test_no_opinions_without_their_weight(
         self, model_folder: Path, responses: Path, tmp_path: Path
     ) -> None:
-        train = ("train", "sdsat", "--model", model_folder, "--responses", responses)
+        train = ("train", "sdsat", model_folder, "--responses", responses)
         result = run(*train, "--out", tmp_path / "a", "--mode", "embeddings", *self.SMALL)
         assert result.exit_code == 0, result.output
         assert not list(tmp_path.glob("*.teacher"))
@@ -281,7 +288,7 @@ class TestSdsat:
         assert (options["num_adaptive"], options["training"]["mode"]) == (5, "embeddings")
 
     def test_a_fine_tuned_model(self, model_folder: Path, responses: Path, tmp_path: Path) -> None:
-        train = ("train", "sdsat", "--model", model_folder, "--responses", responses)
+        train = ("train", "sdsat", model_folder, "--responses", responses)
         full = ("--out", tmp_path / "a", "--mode", "full", "--token-id", 96)
         result = run(*train, *full, *self.SMALL)
         assert result.exit_code == 0, result.output
@@ -291,7 +298,7 @@ class TestSdsat:
         assert AutoTokenizer.from_pretrained(tmp_path / "a").pad_token == "<pad>"
 
     def test_wrong_choices(self, model_folder: Path, responses: Path, tmp_path: Path) -> None:
-        train = ("train", "sdsat", "--model", model_folder, "--responses", responses)
+        train = ("train", "sdsat", model_folder, "--responses", responses)
         for options, message in (
             (("--mode", "half"), "is not one of 'gated', 'embeddings', 'lora', 'full'"),
             (("--mode", "lora", "--layout", "branches"), "choose layout='replaced'"),
@@ -325,7 +332,7 @@ class TestSdsat:
         tmp_path: Path,
     ) -> None:
         out = tmp_path / "a"
-        train = ("train", "sdsat", "--model", model_folder, "--responses", responses, "--out", out)
+        train = ("train", "sdsat", model_folder, "--responses", responses, "--out", out)
         found = next_step(run(*train, "--window", 2, *options, *self.SMALL))
         expected = [word.format(model=model_folder, out=out) for word in words]
         assert found == [*expected, "--dtype", "float32"]
@@ -335,7 +342,7 @@ class TestSdsat:
     def test_what_must_be_merged_first(
         self, model_folder: Path, responses: Path, tmp_path: Path
     ) -> None:
-        train = ("train", "sdsat", "--model", model_folder, "--responses", responses)
+        train = ("train", "sdsat", model_folder, "--responses", responses)
         result = run(*train, "--out", tmp_path / "a", "--mode", "lora", *self.SMALL)
         assert result.exit_code == 0, result.output
         assert f"merge_lora(model, {str(tmp_path / 'a')!r})" in result.stdout

@@ -33,7 +33,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def test_disco(model_folder: Path, responses: Path, prompts: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
-    train = ("train", "disco", "--model", model_folder, "--responses", responses, "--out", adapter)
+    train = ("train", "disco", model_folder, "--responses", responses, "--out", adapter)
     result = run(*train, "--draft-layers", 2, "--labels", "soft", "--seed", 3)
     assert result.exit_code == 0, result.output
     assert "static 5" in result.output
@@ -41,8 +41,8 @@ def test_disco(model_folder: Path, responses: Path, prompts: Path, tmp_path: Pat
     assert options["training"]["labels"] == "soft"
     assert options["training"]["seed"] == 3
     assert options["training"]["tasks"] == ["chat", "code"]
-    calibrate = ("calibrate", "disco", "--model", model_folder, "--adapter", adapter)
-    few = ("--threshold", 0.4, "--longest", 3, "--new-tokens", 4, "--repeats", 1)
+    calibrate = ("calibrate", "disco", model_folder, "--adapter", adapter)
+    few = ("--threshold", 0.4, "--max-draft-tokens", 3, "--max-new-tokens", 4, "--repeats", 1)
     result = run(*calibrate, "--prompts", prompts, *few)
     assert result.exit_code == 0, result.output
     assert next_step(result) == ["bench", str(model_folder), "--strategy", f"disco@{adapter}"]
@@ -55,14 +55,14 @@ def test_disco(model_folder: Path, responses: Path, prompts: Path, tmp_path: Pat
 
 
 class TestFalcon:
-    FEW = ("--depth", 4, "--num-ranks", 97, "--max-nodes", 5, "--new-tokens", 6, "--repeats", 1)
+    FEW = ("--depth", 4, "--num-ranks", 97, "--max-nodes", 5, "--max-new-tokens", 6, "--repeats", 1)
 
     def test_the_tree_goes_into_the_adapter(
         self, model_folder: Path, responses: Path, tmp_path: Path
     ) -> None:
         adapter = tmp_path / "adapter"
         save_adapter(adapter, knowing_head(2).to_adapter({}))
-        command = ("calibrate", "falcon", "--model", model_folder, "--adapter", adapter)
+        command = ("calibrate", "falcon", model_folder, "--adapter", adapter)
         sizes = ("--drafted-nodes", 9, "--generations", 2)
         result = run(*command, "--responses", responses, *self.FEW, *sizes, "--max-answers", 5)
         assert result.exit_code == 0, result.output
@@ -87,7 +87,7 @@ class TestFalcon:
     ) -> None:
         adapter = tmp_path / "adapter"
         save_adapter(adapter, knowing_head(2).to_adapter({}))
-        command = ("calibrate", "falcon", "--model", model_folder, "--adapter", adapter)
+        command = ("calibrate", "falcon", model_folder, "--adapter", adapter)
         result = run(*command, "--responses", responses, "--depth", 12)
         assert result.exit_code == 2
         assert "no answer is longer than 12 tokens" in " ".join(result.output.split())
@@ -102,7 +102,7 @@ class TestFalcon:
 def test_help_teaches() -> None:
     for name in ("disco", "falcon"):
         assert name in run("calibrate", "--help").output
-        assert "--model" in run("calibrate", name, "--help").output
+        assert "MODEL" in run("calibrate", name, "--help").output
     text = " ".join(run("calibrate", "falcon", "--help").output.split())
     assert 'spec_strategy="falcon"' in text
     for option in ("--responses", "--depth", "--max-nodes", "--repeats"):

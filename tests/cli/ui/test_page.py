@@ -34,7 +34,7 @@ def test_the_choices_are_those_of_the_comparer(page: Any) -> None:
     [choice] = [one for one in parts if one.get("label") == "Strategy"]
     assert [name for name, _ in choice["choices"]] == [LOOKUP, "none"]
     assert choice["value"] == LOOKUP
-    [longest] = [one for one in parts if one.get("label") == "Longest answer, in tokens"]
+    [longest] = [one for one in parts if one.get("label") == "Maximum new tokens"]
     assert longest["maximum"] == 24
     assert not page.analytics_enabled
 

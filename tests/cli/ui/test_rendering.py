@@ -73,13 +73,19 @@ def test_the_figures(comparison: Comparison) -> None:
     stats = comparison.records[1].stats
     assert stats is not None
     ours = replace(record(1.6, 40, 12, identical=True), stats=stats)
-    found = replace(comparison, records=(record(4.0, 40, 40, identical=True), ours))
+    found = replace(comparison, records=(record(4.0, 40, 40, identical=True), ours), warning="")
     values = re.findall(r"<dd>(.*?)</dd>", rendering.figures(found))
     assert values == ["2.50×", f"{stats.tau:.2f}", "10 → 25", "40 → 12", "identical"]
     assert "hs-bad" not in rendering.figures(found)
     found = replace(found, records=(found.records[0], replace(ours, identical=False)))
     assert 'class="hs-bad"><dd>different' in rendering.figures(found)
     assert "hf-spec verify" in rendering.figures(found)
+
+
+def test_a_busy_machine_is_told(comparison: Comparison) -> None:
+    page = rendering.figures(replace(comparison, warning="warning: busy & slow"))
+    assert page.startswith('<p class="hs-refused" role="alert">warning: busy &amp; slow</p>')
+    assert "role" not in rendering.figures(replace(comparison, warning=""))
 
 
 def test_the_drawing_is_that_of_the_round_and_marks_its_words(comparison: Comparison) -> None:

@@ -16,7 +16,12 @@ from hf_spec import (
     StrategyConfig,
     TreeConfig,
 )
-from hf_spec.evaluation.bench.entries import parse_entries, parse_entry, resolve_entry
+from hf_spec.evaluation.bench.entries import (
+    parse_entries,
+    parse_entry,
+    resolve_entry,
+    with_baseline,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +51,16 @@ def test_an_unknown_strategy_or_option() -> None:
         parse_entry("no@x")
     with pytest.raises(OptionError, match="no option depth"):
         parse_entry("tree:depth=2@x")
+
+
+def test_the_engine_alone_is_always_a_baseline() -> None:
+    for texts, names in (
+        (["lookup"], ["none", "lookup"]),
+        (["lookup", "none"], ["lookup", "none"]),
+        (["none:compile=false"], ["none:compile=false"]),
+        ([], ["none"]),
+    ):
+        assert [entry.name for entry in with_baseline(parse_entries(texts))] == names
 
 
 class TestAssistants:

@@ -22,7 +22,7 @@ def given(tmp_path: Path) -> list[str]:
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--model", tmp_path / "model", "--prompts", prompts, "--work", tmp_path / "work"]
     words += ["--out", tmp_path / "head", "--new-tokens", 10, "--dtype", "float32", "--bits", 8]
-    return [*map(str, words), "--", "--fused", "--block-size", "1", "--epochs", "1"]
+    return [*map(str, words), "--", "--fused", "--block-size", "1", "--num-train-epochs", "1"]
 
 
 def test_from_prompts_to_a_calibrated_head(
