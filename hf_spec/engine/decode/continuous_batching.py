@@ -134,7 +134,7 @@ class Slots(ABC):
         outputs = [self._output(row) for row in ended]
         self._refill(ended)
         if not self.unfinished:
-            self._state.stream.end()
+            self._state.end_stream()
         return outputs
 
     @abstractmethod

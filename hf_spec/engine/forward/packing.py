@@ -74,19 +74,23 @@ class RectangularInputs:
 def pack(work: Sequence[RowWork], tree: DraftTree) -> PackedInputs:
     """Lay the tokens of all rows one after the other; equal rows share masks."""
     inputs = PackedInputs()
-    shapes: dict[object, tuple[list[int], list[Segment]]] = {}
+    # By shape: the positions and segments of the first such row, and where its tokens begin.
+    shapes: dict[object, tuple[list[int], list[Segment], int]] = {}
     for w in work:
-        key = w.shape_key(tree)
-        if key not in shapes:
-            shapes[key] = w.positions(tree), w.segments(tree)
-        positions, segments = shapes[key]
         start = len(inputs.tokens)
         begin = start + len(w.pending)
+        key = w.shape_key(tree)
+        if key in shapes:
+            positions, segments, first = shapes[key]
+            segments = [segment.moved(w.row, segment.start + start - first) for segment in segments]
+        else:
+            positions, segments = w.positions(tree), w.segments(tree, start)
+            shapes[key] = positions, segments, start
         inputs.tokens += w.tokens(tree)
         inputs.positions += w.position_ids(positions)
+        inputs.segments += segments
         inputs.pending[w.row] = range(start, begin)
         inputs.nodes += range(begin, begin + len(w.nodes))
-        inputs.segments += [segment.moved(w.row, start + segment.start) for segment in segments]
     return inputs
 
 

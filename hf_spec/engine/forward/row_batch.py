@@ -98,14 +98,14 @@ class RowWork:
         """Return (nodes, width) bool, True where a node to run descends from a node of the row."""
         return tree.ancestor_mask[span(self.nodes), : self.width]
 
-    def segments(self, tree: DraftTree) -> list[Segment]:
-        """Return the row's segments, counted from its first token."""
-        segments = [self._chain_segment()] if self.pending else []
+    def segments(self, tree: DraftTree, start: int = 0) -> list[Segment]:
+        """Return the row's segments, whose tokens begin at `start` in the packed sequence."""
+        segments = [self._chain_segment(start)] if self.pending else []
         if self.nodes:
-            segments.append(self._tree_segment(tree))
+            segments.append(self._tree_segment(tree, start + len(self.pending)))
         return segments
 
-    def _chain_segment(self) -> Segment:
+    def _chain_segment(self, start: int) -> Segment:
         """Pending tokens attend to all stored tokens, the pending ones before them and themselves.
 
         Every pending token attends to the first one, which therefore belongs to the prefix.
@@ -113,8 +113,8 @@ class RowWork:
         count, positions = len(self.pending), torch.arange(self.stored, self.root_position)
         return Segment(
             slot=self.row,
-            start=0,
-            end=count,
+            start=start,
+            end=start + count,
             num_keys=self.root_index,
             position=positions,
             last_position=self.root_position - 1,
@@ -124,22 +124,23 @@ class RowWork:
             cache_indices=range(self.root_index - count, self.root_index),
         )
 
-    def _tree_segment(self, tree: DraftTree) -> Segment:
+    def _tree_segment(self, tree: DraftTree, start: int) -> Segment:
         """Nodes attend to all committed tokens, their ancestors and themselves.
 
         Every node attends to the root, which therefore belongs to the prefix.
         """
-        root, begin = self.root_position, len(self.pending)
-        positions = [root + tree.depth[node] for node in self.nodes]
-        depths = torch.tensor(self.node_depths(tree), dtype=torch.long)
+        root, count = self.root_position, len(self.nodes)
+        positions = key_positions = torch.tensor([root + d for d in self.node_depths(tree)])
+        if count < self.width:
+            positions = torch.tensor([root + tree.depth[node] for node in self.nodes])
         return Segment(
             slot=self.row,
-            start=begin,
-            end=begin + len(self.nodes),
+            start=start,
+            end=start + count,
             num_keys=self.num_keys,
-            position=torch.tensor(positions),
-            last_position=max(positions),
-            tail_position=(root + depths)[1:],
+            position=positions,
+            last_position=root + max(tree.depth[node] for node in self.nodes),
+            tail_position=key_positions[1:],
             seen=self.visible_nodes(tree)[:, 1:] if self.width > 1 else None,
             prefix=root + 1,
             cache_indices=[self.root_index + offset for offset in self.offsets],
