@@ -80,7 +80,7 @@ class RowTokens:
         return self._prompt_lengths[row] + self.generated[row]
 
     def prefix(self, row: int, path: Sequence[int] = ()) -> Tensor:
-        """Return the (L,) padded ids of `row` and `path` on `device`; the next call changes them."""
+        """Return (L,) padded ids of `row`, then `path`, on `device`; the next call changes them."""
         return self._write(row, path).to(self.device)
 
     def prefixes(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -54,16 +54,10 @@ class DraftTree:
         draft_probs: Tensor | None = None,
         node_probs: list[float] | None = None,
     ) -> DraftTree:
-        """Build a tree from one (tokens, parents) pair per row.
+        """Build a tree from one (tokens, parents) pair per row, both empty for a finished row.
 
-        Args:
-            rows: per row the node tokens, and the index of each node's parent within the row, -1
-                for the root. Both empty for a finished row.
-            draft_probs: see the class.
-            node_probs: see the class.
-
-        Raises:
-            ValueError: if a row does not start with its only root or a parent follows its child.
+        Parents are indices within the row, -1 for the root. Raises `ValueError` if a row does not
+        start with its only root or a parent follows its child.
         """
         tokens: list[int] = []
         parent: list[int] = []
@@ -202,9 +196,7 @@ class Verdict:
 def by_likelihood(parents: Sequence[int], node_probs: Sequence[float]) -> list[int]:
     """Sort the nodes of a row's tree by the probability of their path, parents before children.
 
-    Args:
-        parents: index of each node's parent, the root's -1 first.
-        node_probs: probability of each node's token, given those above it.
+    `parents` begins with the root's -1; `node_probs` are probabilities given the tokens above.
     """
     reach = [1.0]
     for parent, prob in zip(parents[1:], node_probs[1:], strict=True):
@@ -217,9 +209,7 @@ def likeliest(
 ) -> tuple[list[int], list[int]]:
     """Select the `count` likeliest nodes of a row's tree beside the root; None selects all.
 
-    Returns:
-        The selected nodes in their order, the root first, and the index of each one's parent among
-        them.
+    Returns them in their order, the root first, and the index of each one's parent among them.
     """
     if count is None or len(parents) <= count + 1:
         return list(range(len(parents))), list(parents)
