@@ -119,16 +119,19 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """Return the child of `node` with this token, or None."""
-        return next((c for c in self.children[node] if self.tokens[c] == token), None)
+        for child in self.children[node]:
+            if self.tokens[child] == token:
+                return child
+        return None
 
     def num_drafted(self, row: int) -> int:
         """Return the number of tokens that the draft of `row` proposes."""
-        return sum(self.tokens[node] >= 0 for node in self.nodes(row)[1:])
+        drafted = self.tokens[self.row_start[row] + 1 : self.row_start[row + 1]]
+        return len([token for token in drafted if token >= 0])
 
     def height(self, row: int) -> int:
         """Return the depth of the deepest token of `row`; 0 for a root alone or a finished row."""
-        depths = (self.depth[node] for node in self.nodes(row) if self.tokens[node] >= 0)
-        return max(depths, default=0)
+        return max([self.depth[n] for n in self.nodes(row) if self.tokens[n] >= 0], default=0)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return `tokens`, `parent` and `row_start` as int64 tensors on a device, copied once."""

@@ -71,7 +71,7 @@ class KVPool:
         self._expected = 0
 
     def expect(self, length: int) -> None:
-        """Set the most tokens of a slot, 0 if unknown, and allocate up to `MAX_RESERVED` of them."""
+        """Set the most tokens of a slot, 0 if unknown; allocate up to `MAX_RESERVED` of them."""
         self._expected = length
         first = min(length, self._max_ahead)
         if first > self.capacity:

@@ -76,7 +76,7 @@ def pack(work: Sequence[RowWork], tree: DraftTree) -> PackedInputs:
     for w in work:
         start = len(inputs.tokens)
         begin = start + len(w.pending)
-        key = w.shape_key(tree)
+        key = w.shape_key(tree) if len(work) > 1 else None
         if key in shapes:
             positions, segments, first = shapes[key]
             segments = [segment.moved(w.row, segment.start + start - first) for segment in segments]

@@ -62,7 +62,7 @@ class RowWork:
         """Index in the slot of every token, in the order they run."""
         root = self.root_index
         pending = range(root - len(self.pending), root)
-        return [*pending, *(root + offset for offset in self.offsets)]
+        return [*pending, *[root + offset for offset in self.offsets]]
 
     def shape_key(self, tree: DraftTree) -> object:
         """Return a key that is equal for rows whose segments differ in slot and start only."""
@@ -73,12 +73,12 @@ class RowWork:
     def tokens(self, tree: DraftTree) -> list[int]:
         """Return the token ids in the order they run."""
         tokens = tree.tokens
-        return [*self.pending, *(tokens[node] for node in self.nodes)]
+        return [*self.pending, *[tokens[node] for node in self.nodes]]
 
     def positions(self, tree: DraftTree) -> list[int]:
         """Return the position of every token."""
         root, depth = self.root_position, tree.depth
-        return [*range(self.stored, root), *(root + depth[node] for node in self.nodes)]
+        return [*range(self.stored, root), *[root + depth[node] for node in self.nodes]]
 
     def position_ids(self, positions: list[int]) -> list[int]:
         """Return the position ids to pass to the model, e.g. shifted after an image."""
@@ -129,21 +129,22 @@ class RowWork:
 
         Every node attends to the root, which therefore belongs to the prefix.
         """
-        root, count = self.root_position, len(self.nodes)
+        root, root_index, count = self.root_position, self.root_index, len(self.nodes)
+        depths = [tree.depth[node] for node in self.nodes]
         positions = key_positions = torch.tensor([root + d for d in self.node_depths(tree)])
         if count < self.width:
-            positions = torch.tensor([root + tree.depth[node] for node in self.nodes])
+            positions = torch.tensor([root + depth for depth in depths])
         return Segment(
             slot=self.row,
             start=start,
             end=start + count,
-            num_keys=self.num_keys,
+            num_keys=root_index + self.width,
             position=positions,
-            last_position=root + max(tree.depth[node] for node in self.nodes),
+            last_position=root + max(depths),
             tail_position=key_positions[1:],
             seen=self.visible_nodes(tree)[:, 1:] if self.width > 1 else None,
             prefix=root + 1,
-            cache_indices=[self.root_index + offset for offset in self.offsets],
+            cache_indices=[root_index + offset for offset in self.offsets],
         )
 
     def query_segment(self, start: int, count: int) -> Segment:
