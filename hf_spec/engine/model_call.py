@@ -22,12 +22,7 @@ SELECTS_LAYERS = hasattr(output_capturing, "selected_hidden_states")
 
 
 class ModelCall:
-    """The forward pass of one model.
-
-    Args:
-        model: a causal language model, or an encoder-decoder of which it calls the decoder.
-        hidden_layers: see `ModelRunner`.
-        vocab_size: see `ModelRunner`.
+    """The forward pass of one model; for the arguments see `ModelRunner`.
 
     Attributes:
         cross_attention: additional arguments of a decoder that attends to an encoder, or None.

@@ -46,11 +46,10 @@ PREFILL_CHUNK = 1024
 
 
 class ModelRunner:
-    """A model, the storage of its rows, and the forward pass over draft trees.
+    """A model, the storage of its B rows, and the forward pass over draft trees.
 
     Args:
         model: a causal language model, or an encoder-decoder of which it runs the decoder.
-        num_rows: B, number of sequences.
         hidden_layers: indices into `hidden_states` that each forward pass returns, or
             `BEFORE_NORM`.
         virtual_tokens: meaning of nodes with negative token ids, if there are any.
@@ -146,13 +145,9 @@ class ModelRunner:
     ) -> ForwardOutput:
         """Run a prompt as plain `generate()` does, with the model's own attention.
 
-        Args:
-            inputs: keyword arguments of the model, `input_ids` (B, T) among them.
-            frame_masks: per row (L,) bool, True where the cache holds a token afterwards.
-            position_offsets: see `RowStorage`.
-
-        Returns:
-            Logits of the last token of each row, hidden states of the B * T tokens.
+        `inputs` are keyword arguments of the model, (B, T) `input_ids` among them; `frame_masks`
+        are per row (L,) bool, True where the cache holds a token afterwards. The output has the
+        logits of the last token of each row and the hidden states of the B * T tokens.
         """
         num_rows, length = inputs["input_ids"].shape
         result = self._call.prefill(inputs)
@@ -187,18 +182,17 @@ class ModelRunner:
         Returns:
             Logits of the nodes, hidden states of everything that ran.
         """
-        rows, wanted = self.rows, range(tree.num_nodes) if nodes is None else nodes
-        rows.begin_round(tree, sequences, wanted)
+        wanted = range(tree.num_nodes) if nodes is None else nodes
+        work = self.rows.plan(tree, sequences, wanted)
         earlier: list[ForwardOutput] = []
-        while long := [
-            w for w in rows.plan(tree, sequences, wanted) if len(w.pending) > PREFILL_CHUNK
-        ]:
+        while long := [w for w in work if len(w.pending) > PREFILL_CHUNK]:
             chunks = [
                 replace(w, pending=w.pending[:PREFILL_CHUNK], nodes=[], offsets=[], width=0)
                 for w in long
             ]
             earlier.append(self._run(chunks, tree))
-        output = self._run(rows.plan(tree, sequences, wanted), tree)
+            work = self.rows.plan(tree, sequences, wanted)
+        output = self._run(work, tree)
         for chunk_output in reversed(earlier):
             output.put_after(chunk_output)
         return output
@@ -267,9 +261,10 @@ class ModelRunner:
             linears.refresh()
         self._layers.begin_step()
         before = self.tokens_run
-        with use_packed_linears(self.rounded), packed.active() if packed else nullcontext():
+        with use_packed_linears(self.rounded):
             if packed:
-                output = self._run_packed(work, tree, device_tokens)
+                with packed.active():
+                    output = self._run_packed(packed, work, tree, device_tokens)
             else:
                 output = self._run_rectangular(work, tree)
         self.padding_run += self.tokens_run - before - sum(w.num_tokens for w in work)
@@ -277,40 +272,45 @@ class ModelRunner:
         return output
 
     def _run_packed(
-        self, work: list[RowWork], tree: DraftTree, device_tokens: DeviceTokens | None
+        self,
+        attention: PackedAttention,
+        work: list[RowWork],
+        tree: DraftTree,
+        device_tokens: DeviceTokens | None,
     ) -> ForwardOutput:
-        inputs = self.rows.pack(work, tree)
-        assert self._attention is not None, "forwards happen while active"
         assert self._graphs is not None, "forwards happen while active"
-        step = PackedStep(self.rows.pool, inputs.segments, self._attention.traits)
-        tokens = torch.tensor(inputs.tokens)
-        ids = tokens
+        inputs = self.rows.pack(work, tree)
+        step = PackedStep(self.rows.pool, inputs.segments, attention.traits)
+        count, heads = len(inputs.tokens), [*inputs.nodes, *inputs.head_padding]
+        # One tensor is split, since creating small tensors is slow.
+        numbers = torch.tensor([*inputs.tokens, *inputs.positions, *heads])
+        tensors = [*numbers.split([count, count, len(heads)])]
+        acting = self._acting(tensors[0][None])
         if device_tokens is not None:
-            ids, step.sees = device_tokens.tokens, device_tokens.sees
-        head_tokens = torch.tensor([*inputs.nodes, *inputs.head_padding], dtype=torch.long)
-        tensors = [ids, torch.tensor(inputs.positions), head_tokens]
+            tensors[0], step.sees = device_tokens.tokens, device_tokens.sees
         if self._scales_queries:
             tensors.append(torch.tensor(inputs.frame_positions(self.rows.paddings)))
-        self.tokens_run += len(tokens)
-        with self._acting(tokens[None]) as acts, self._by_row(work, tree, inputs):
-            if acts:
-                # Python code decides inside the layers what they compute.
-                with uncompiled():
-                    logits, *hidden = self._compute(self._graphs.put(tensors, step), step)
-            else:
+        self.tokens_run += count
+        with self._by_row(work, tree, inputs):
+            if acting is None:
                 logits, *hidden = self._graphs.run(self._compute, tensors, step)
+            else:
+                # Python code decides inside the layers what they compute.
+                with acting, uncompiled():
+                    logits, *hidden = self._compute(self._graphs.put(tensors, step), step)
         # The results of a graph end with those of its padding.
-        hidden = [states[: len(tokens)] for states in hidden]
+        hidden = [states[:count] for states in hidden]
         return self._output(logits[: len(inputs.nodes)], hidden, inputs)
 
     def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
         """Compute logits of the head's tokens and hidden states of all, from device tensors."""
         tokens, positions, head_tokens, *frame_positions = tensors
+        tokens = tokens[None]
         # A 4D mask of one element is passed through unchanged: no model builds a mask of its own.
         mask = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool)
         result = self._call(
-            tokens[None],
-            self._embedded(tokens[None]),
+            tokens,
+            self._embedded(tokens),
             positions[None],
             mask,
             head_tokens,
@@ -336,7 +336,7 @@ class ModelRunner:
         tokens = inputs.tokens.to(self.device)
         with (
             tree_alibi(self.model, inputs.key_positions.to(self.device)),
-            self._acting(inputs.tokens),
+            self._acting(inputs.tokens) or nullcontext(),
             self._by_row(work, tree, inputs),
         ):
             result = self._call(
@@ -366,15 +366,15 @@ class ModelRunner:
         virtual = self._virtual_tokens
         return None if virtual is None else virtual.embed(self.model, tokens)
 
-    @contextmanager
-    def _acting(self, tokens: Tensor) -> Iterator[bool]:
-        """Yield True if layers treat virtual tokens among (B, T) host tokens differently."""
+    def _acting(self, tokens: Tensor) -> AbstractContextManager[None] | None:
+        """Return the context in which layers treat virtual ones of (B, T) host tokens differently.
+
+        None if layers do not act on any of them.
+        """
         virtual = self._virtual_tokens
         if virtual is None or not virtual.acts_on_layers or int(tokens.min()) >= 0:
-            yield False
-            return
-        with virtual.acting(tokens):
-            yield True
+            return None
+        return virtual.acting(tokens)
 
     def _graphs_key(self) -> Hashable:
         """Return the key under which later calls find the graphs; None to keep none."""

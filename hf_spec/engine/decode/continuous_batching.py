@@ -71,14 +71,8 @@ class Slots(ABC):
         self._running: dict[int, tuple[Request, float]] = {}
         device = execution_device(model.get_input_embeddings())
         empty = torch.zeros(num_slots, 0, dtype=torch.long, device=device)
-        self._state = GenerationState.create(
-            empty,
-            empty,
-            sample.stop,
-            isolated=True,
-            do_sample=sample.do_sample,
-            streamer=streamer,
-        )
+        options = {"isolated": True, "do_sample": sample.do_sample, "streamer": streamer}
+        self._state = GenerationState.create(empty, empty, sample.stop, **options)
         self._state.finished = [True] * num_slots
         self._processors = RowProcessors(num_slots, self._state.fail)
         if sample.processors:
@@ -122,11 +116,7 @@ class Slots(ABC):
         )
 
     def step(self) -> list[SpecRequestOutput]:
-        """Run one round for all rows and refill the rows that ended; only while active.
-
-        Returns:
-            The sequences that ended in this round.
-        """
+        """Run one round, refill the rows that ended and return their sequences; while active."""
         assert self._verifier is not None, "steps run inside `active`"
         speculative_step(self._target, self._drafter, self._verifier, self._state)
         update_counts(self.stats, self._target, self._drafter)
@@ -134,7 +124,7 @@ class Slots(ABC):
         outputs = [self._output(row) for row in ended]
         self._refill(ended)
         if not self.unfinished:
-            self._state.stream.end()
+            self._state.end_stream()
         return outputs
 
     @abstractmethod

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +21,6 @@ from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.node_tokens import VirtualTokens
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
-
-
-class DraftRunner(Protocol):
-    """Runs a drafter's own model or head, and counts its forward passes."""
-
-    forwards: int
-
-    def active(self) -> AbstractContextManager[Any]:
-        """Prepare the model for forward passes, and restore it when the block ends."""
 
 
 class Drafter(CandidateGenerator, ABC):
@@ -62,7 +53,8 @@ class Drafter(CandidateGenerator, ABC):
     compile: bool | None = None
     counters: Mapping[str, int] = MappingProxyType({})
     _generation: GenerationState | None = None
-    _runner: DraftRunner | None = None
+    # Runs its own model or head: has the attribute `forwards` and the context manager `active()`.
+    _runner: Any = None
 
     @property
     def forwards(self) -> int:
@@ -100,9 +92,8 @@ class Drafter(CandidateGenerator, ABC):
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Propose one tree per unfinished row; the root is the row's last token.
 
-        Args:
-            state: the sequences; must not be changed.
-            limits: unfinished row -> maximum depth of its draft, 0 for the root only.
+        The state must not be changed. `limits` maps each unfinished row to the maximum depth of its
+        draft, 0 for the root only.
         """
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
@@ -124,8 +115,7 @@ class Drafter(CandidateGenerator, ABC):
     def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
         """Return the verifier of its trees, the exact one without a `rule`; called while active.
 
-        Raises:
-            UnsupportedError: a rule cannot be combined with one of the user's processors.
+        Raises `UnsupportedError` if a rule cannot be combined with one of the user's processors.
         """
         exact = ResidualRejection if self.samples else NodeDraw
         return (self.rule or exact)(processors, num_rows)
@@ -135,10 +125,7 @@ class Drafter(CandidateGenerator, ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Return (1, L + K) ids for transformers' assisted decoding: the prompt and a chain.
 
-        The draft counts as deterministic.
-
-        Raises:
-            UnsupportedError: assisted decoding lacks something that this drafter needs.
+        The draft counts as deterministic. Raises `UnsupportedError` with `assisted_refusal_reason`.
         """
         if self.assisted_refusal_reason is not None:
             raise UnsupportedError(self.assisted_refusal_reason)

@@ -87,12 +87,7 @@ UNSUPPORTED = {
 
 
 def check_processors(processors: Sequence[Any], num_rows: int) -> None:
-    """Raise an error for processors that cannot be exact on draft trees.
-
-    Raises:
-        OptionError: an entry cannot be called with token ids and scores.
-        UnsupportedError: the class is not supported, or stores entries for another batch size.
-    """
+    """Raise `OptionError` or `UnsupportedError` if a processor cannot be exact on draft trees."""
     for processor in processors:
         # The test of transformers' LogitsProcessorList, which would fail during generation.
         if not callable(processor) or len(inspect.signature(processor.__call__).parameters) > 2:
@@ -122,7 +117,6 @@ class NodeProcessors:
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int, stateless_only: bool = False):
-        self.num_rows = num_rows
         self._steps: list[Any] = []
         for processor in processors:
             if isinstance(processor, RowProcessors):
@@ -159,11 +153,10 @@ class NodeProcessors:
 
         Args:
             rows: row of each node.
-            prefixes: padded ids up to and including each node, (L,) int64; None is enough where
-                `reads_prefix` is False.
+            prefixes: padded ids up to and including each node, (L,) int64; only read if
+                `reads_prefix`.
             scores: (M, V) float32, or (M, R) of `token_ids` if no processor `reads_tokens`.
-            token_ids: (R,) int64 tokens to return, (M, R); the others have the score -inf. None
-                returns (M, V).
+            token_ids: (R,) tokens whose (M, R) scores are returned; the others have the score -inf.
         """
         whole = token_ids is not None and self.reads_tokens
         for index, step in enumerate(self._steps):
@@ -268,22 +261,6 @@ class _ByLength:
         return scores
 
 
-class _ByRow:
-    """One call per node, with the copy of the node's row."""
-
-    reads_prefix = reads_tokens = True
-
-    def __init__(self, copies: Sequence[Processor]):
-        self.copies = copies
-
-    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        results = [
-            self.copies[row](prefix[None], scores[node : node + 1])
-            for node, (row, prefix) in enumerate(zip(rows, prefixes, strict=True))
-        ]
-        return torch.cat(results)
-
-
 class _FirstStep:
     """One call with the roots of Whisper's first step, which changes no scores."""
 
@@ -300,22 +277,24 @@ class _FirstStep:
         return scores
 
 
-class _AsBatch:
-    """One call per node, with a batch that has the node's prefix in every row."""
+class _ByNode:
+    """One call of the row's copy per node, with a batch that has the node's prefix in every row.
+
+    The copies are made for a batch of one if `num_rows` is 1.
+    """
 
     reads_prefix = reads_tokens = True
 
-    def __init__(self, processor: Any, num_rows: int):
-        self.num_rows = num_rows
-        copies = (independent_copy(processor, f"{num_rows} rows") for _ in range(num_rows - 1))
-        self.copies = [processor, *copies]
+    def __init__(self, copies: Sequence[Processor], num_rows: int = 1):
+        self.copies, self.num_rows = copies, num_rows
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
         results = []
         for node, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
             input_ids = prefix.expand(self.num_rows, -1).clone()
             batch = scores[node].expand(self.num_rows, -1).clone()
-            results.append(self.copies[row](input_ids, batch)[row])
+            # The only row of a batch of one has the index 0.
+            results.append(self.copies[row](input_ids, batch)[row % self.num_rows])
         return torch.stack(results)
 
 
@@ -343,14 +322,15 @@ def _step(processor: Any, num_rows: int) -> Any:
     if isinstance(processor, hf.WhisperNoSpeechDetection):
         return _FirstStep(processor)
     if kind is hf.PrefixConstrainedLogitsProcessor:
-        return _ByRow([_constrained(processor, row) for row in range(num_rows)])
+        return _ByNode([_constrained(processor, row) for row in range(num_rows)])
     entries = _entries(processor)
     if entries is not None:
         indices = [row * len(entries) // num_rows for row in range(num_rows)]
-        return _ByRow([_with_entries(processor, entries[i : i + 1]) for i in indices])
+        return _ByNode([_with_entries(processor, entries[i : i + 1]) for i in indices])
     if kind in READS_PREFIX:
         return _ByLength(processor)
-    return _AsBatch(processor, num_rows)
+    copies = (independent_copy(processor, f"{num_rows} rows") for _ in range(num_rows - 1))
+    return _ByNode([processor, *copies], num_rows)
 
 
 def _entries(processor: Any) -> Tensor | list[Any] | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hf_spec.common.outputs import SpecGenerateOutput, SpecStats
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.padding_scores import score_padding
-from hf_spec.engine.decode.verifiers import Verifier
+from hf_spec.engine.decode.verifiers import Verifier, score_padding
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
@@ -15,14 +14,7 @@ from hf_spec.engine.runner import ModelRunner
 def speculative_decode(
     target: ModelRunner, drafter: Drafter, verifier: Verifier, state: GenerationState
 ) -> SpecGenerateOutput:
-    """Generate until every row has met a stop rule.
-
-    Args:
-        target: runs the target model; active.
-        drafter: proposes draft trees; active.
-        verifier: verifies them against the target's logits.
-        state: the sequences; updated in place.
-    """
+    """Generate until every row has met a stop rule; target and drafter are active."""
     while state.unfinished:
         speculative_step(target, drafter, verifier, state)
     update_counts(state.stats, target, drafter)

@@ -35,6 +35,7 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import NodeProcessors
 from hf_spec.engine.decode.sampling import draw_or_none
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.runner import ModelRunner
 
 
 class Verifier(LogitsProcessor):
@@ -48,19 +49,15 @@ class Verifier(LogitsProcessor):
         return self.processors(range(input_ids.shape[0]), list(input_ids), scores)
 
     def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
-        """Walk every unfinished row down its tree of N nodes, by the target's (N, V) logits.
-
-        Returns:
-            Accepted nodes and the bonus token per row, with scores if the state keeps them.
-        """
+        """Walk every unfinished row down its tree of N nodes, by the target's (N, V) logits."""
         walk = Walk(self.processors, logits, state)
         accepted: list[list[int]] = [[] for _ in range(tree.num_rows)]
         bonus: list[int | None] = [None] * tree.num_rows
         here = {row: tree.row_start[row] for row in state.unfinished}
+        paths: dict[int, list[int]] = {row: [] for row in here}
         self._begin(tree, walk)
         # One level per iteration, all rows together; a row drops out at its bonus token.
         while here:
-            paths = {row: [tree.tokens[node] for node in accepted[row]] for row in here}
             for row, (token, node) in self._step(tree, walk, here, paths).items():
                 if token < 0:
                     state.fail(row, _undefined_error(row))
@@ -71,17 +68,13 @@ class Verifier(LogitsProcessor):
                     bonus[row] = token
                 else:
                     accepted[row].append(node)
+                    paths[row].append(token)
                     if state.stop.ends_sequence(token):
                         # Plain generate() computes nothing after it; the stop rule removes this.
                         bonus[row] = token
             here = {row: accepted[row][-1] for row in here if bonus[row] is None}
-        return Verdict(
-            tree,
-            accepted,
-            bonus,
-            walk.scores if state.keep_scores else None,
-            walk.logits if state.keep_logits else None,
-        )
+        scores = walk.scores if state.keep_scores else None
+        return Verdict(tree, accepted, bonus, scores, walk.logits if state.keep_logits else None)
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
         """Precompute what is computed for all nodes together."""
@@ -95,7 +88,7 @@ class Verifier(LogitsProcessor):
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
-        """Return per row the next token, and the child that has it, if any.
+        """Return per row of `here` the next token, and the child that has it, if any.
 
         `here` has the current node per row, `paths` the tokens from the root's child to it. The
         token is -1 where a row draws and its scores define no distribution.
@@ -114,17 +107,14 @@ class Walk:
         self.processors = processors
         self.raw = logits
         self.state = state
-        self.scores: list[list[Tensor]] = [[] for _ in range(state.num_rows)]
-        self.logits: list[list[Tensor]] = [[] for _ in range(state.num_rows)]
+        self.scores: list[list[Tensor]] = [[] for _ in state.tokens]
+        self.logits: list[list[Tensor]] = [[] for _ in state.tokens]
         self.choices: list[int] | None = None
 
     def scores_of(
         self, rows: Sequence[int], nodes: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Return (M, V) float32 processed scores of M nodes, without storing them.
-
-        `paths` are the tokens from the root's child to each node.
-        """
+        """Return (M, V) float32 processed scores of M nodes, `paths` from the root's child."""
         raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)
         prefixes = self.state.prefixes(rows, paths) if self.processors.reads_prefix else None
         return self.processors(rows, prefixes, raw)
@@ -289,3 +279,39 @@ def _normalized(weights: Tensor, otherwise: Tensor) -> Tensor:
     """Return rows divided by their sums; rows of `otherwise` where the sum is 0."""
     total = weights.sum(dim=-1, keepdim=True)
     return torch.where(total > 0, weights / total, otherwise)
+
+
+def score_padding(target: ModelRunner, verifier: Verifier, state: GenerationState) -> None:
+    """Compute the scores of ended rows that criteria wait for; evaluate these criteria.
+
+    Plain `generate()` runs an ended row on padding until the batch ends, and passes its scores to
+    the criteria of the whole batch. Call it between rounds.
+    """
+    while missing := state.missing_scores():
+        with state.clock("verify"):
+            scores = _scores_on_padding(target, verifier, state, missing)
+        state.add_padding_scores(scores)
+
+
+def _scores_on_padding(
+    target: ModelRunner, verifier: Verifier, state: GenerationState, missing: dict[int, range]
+) -> dict[int, list[Tensor]]:
+    """Return per row its missing processed scores, (V,) each, in one forward pass."""
+    pad = state.pad_token_id
+    texts = [list(tokens) for tokens in state.tokens]
+    rows: list[tuple[list[int], list[int]]] = [([], []) for _ in texts]
+    for row, positions in missing.items():
+        texts[row] += [pad] * positions.start
+        # The KV cache may still hold tokens that a stop has removed.
+        target.shorten(row, len(texts[row]) - 1)
+        chain = [texts[row][-1], *[pad] * (len(positions) - 1)]
+        rows[row] = chain, list(range(-1, len(chain) - 1))
+    tree = DraftTree.from_rows(rows)
+    logits = target.forward(tree, texts).logits
+    target.keep([list(range(1, len(chain))) for chain, _ in rows])
+    nodes = [(row, [pad] * n) for row, positions in missing.items() for n in positions]
+    node_rows, paths = [row for row, _ in nodes], [path for _, path in nodes]
+    walk = Walk(verifier.processors, logits, state)
+    scores = iter(walk.scores_of(node_rows, range(tree.num_nodes), paths))
+    # Nodes are sorted by row, in the order of `missing`.
+    return {row: [next(scores) for _ in positions] for row, positions in missing.items()}

@@ -6,8 +6,9 @@ each backend reads: groups of equal rows for SDPA, flat tensors for the kernels.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -22,7 +23,6 @@ class Segment:
     The visible text before a draft may be long, so it is given by its length alone (`prefix`).
 
     Attributes:
-        slot: slot of the row in the pool.
         start, end: range of the tokens in the packed sequence.
         num_keys: number of leading entries of the slot that the tokens attend to.
         position: (end - start,) int64, position of each token in its text.
@@ -34,8 +34,7 @@ class Segment:
         prefix: number of leading keys, at consecutive positions, that every token attends to. A
             smaller number gives the same result more slowly.
         first_position: position of the first key.
-        cache_indices: index in the slot where each token's key and value are stored; empty if they
-            are not stored.
+        cache_indices: index in the slot where each token is stored; empty if none is stored.
     """
 
     slot: int
@@ -58,7 +57,9 @@ class Segment:
 
     def moved(self, slot: int, start: int) -> Segment:
         """Return the same segment for an equal row in another slot, from token `start` on."""
-        return replace(self, slot=slot, start=start, end=start + self.num_tokens)
+        segment = copy.copy(self)
+        segment.slot, segment.start, segment.end = slot, start, start + self.num_tokens
+        return segment
 
     @cached_property
     def key_position(self) -> Tensor:
@@ -83,13 +84,9 @@ class Segment:
     ) -> Tensor | None:
         """Return the additive mask (groups * T, num_keys) in the dtype and device of `like`.
 
-        Computed once per step and kind of layer, and shared by equal rows.
-
-        Args:
-            window: a token attends to the last `window` positions, its own included.
-            groups: number of query heads per key head, which are folded into rows.
-            like: tensor whose dtype and device the mask gets.
-            chunk: a token attends within its own chunk of this many positions; replaces `window`.
+        It is computed once per step and kind of layer, and shared by equal rows. `groups` query
+        heads of one key head are folded into rows. A token attends to the last `window` positions,
+        its own included, or within its own chunk of `chunk` positions.
         """
         key = (window, chunk, groups, like.dtype, like.device)
         if key not in self._masks:

@@ -54,16 +54,10 @@ class DraftTree:
         draft_probs: Tensor | None = None,
         node_probs: list[float] | None = None,
     ) -> DraftTree:
-        """Build a tree from one (tokens, parents) pair per row.
+        """Build a tree from one (tokens, parents) pair per row, both empty for a finished row.
 
-        Args:
-            rows: per row the node tokens, and the index of each node's parent within the row, -1
-                for the root. Both empty for a finished row.
-            draft_probs: see the class.
-            node_probs: see the class.
-
-        Raises:
-            ValueError: if a row does not start with its only root or a parent follows its child.
+        Parents are indices within the row, -1 for the root. Raises `ValueError` if a row does not
+        start with its only root or a parent follows its child.
         """
         tokens: list[int] = []
         parent: list[int] = []
@@ -125,16 +119,19 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """Return the child of `node` with this token, or None."""
-        return next((c for c in self.children[node] if self.tokens[c] == token), None)
+        for child in self.children[node]:
+            if self.tokens[child] == token:
+                return child
+        return None
 
     def num_drafted(self, row: int) -> int:
         """Return the number of tokens that the draft of `row` proposes."""
-        return sum(self.tokens[node] >= 0 for node in self.nodes(row)[1:])
+        drafted = self.tokens[self.row_start[row] + 1 : self.row_start[row + 1]]
+        return len([token for token in drafted if token >= 0])
 
     def height(self, row: int) -> int:
         """Return the depth of the deepest token of `row`; 0 for a root alone or a finished row."""
-        depths = (self.depth[node] for node in self.nodes(row) if self.tokens[node] >= 0)
-        return max(depths, default=0)
+        return max([self.depth[n] for n in self.nodes(row) if self.tokens[n] >= 0], default=0)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return `tokens`, `parent` and `row_start` as int64 tensors on a device, copied once."""
@@ -202,9 +199,7 @@ class Verdict:
 def by_likelihood(parents: Sequence[int], node_probs: Sequence[float]) -> list[int]:
     """Sort the nodes of a row's tree by the probability of their path, parents before children.
 
-    Args:
-        parents: index of each node's parent, the root's -1 first.
-        node_probs: probability of each node's token, given those above it.
+    `parents` begins with the root's -1; `node_probs` are probabilities given the tokens above.
     """
     reach = [1.0]
     for parent, prob in zip(parents[1:], node_probs[1:], strict=True):
@@ -217,9 +212,7 @@ def likeliest(
 ) -> tuple[list[int], list[int]]:
     """Select the `count` likeliest nodes of a row's tree beside the root; None selects all.
 
-    Returns:
-        The selected nodes in their order, the root first, and the index of each one's parent among
-        them.
+    Returns them in their order, the root first, and the index of each one's parent among them.
     """
     if count is None or len(parents) <= count + 1:
         return list(range(len(parents))), list(parents)

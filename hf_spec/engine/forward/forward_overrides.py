@@ -32,12 +32,15 @@ class ForwardOverrides:
         with self._lock, ExitStack() as stack:
             fresh = []
             for module in modules:
-                if self._join(module):
-                    stack.callback(self._leave, module)
-                else:
+                if module not in self._installed:
                     fresh.append(module)
+                    continue
+                forward, before, users = self._installed[module]
+                self._installed[module] = forward, before, users + 1
+                stack.callback(self._leave, module)
             for module, forward in make(fresh).items():
-                self._override(module, forward)
+                self._installed[module] = forward, module.__dict__.get("forward"), 1
+                module.__dict__["forward"] = forward
                 stack.callback(self._leave, module)
             leave = stack.pop_all()
         try:
@@ -50,19 +53,6 @@ class ForwardOverrides:
         """Return True if the current forward of a module is the override."""
         current = module.__dict__.get("forward")
         return current is not None and self._installed.get(module, (None,))[0] is current
-
-    def _join(self, module: nn.Module) -> bool:
-        """Count one more user; return False if the module is not overridden."""
-        if module not in self._installed:
-            return False
-        forward, before, users = self._installed[module]
-        self._installed[module] = forward, before, users + 1
-        return True
-
-    def _override(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Override the forward of a module, for one user."""
-        self._installed[module] = forward, module.__dict__.get("forward"), 1
-        module.__dict__["forward"] = forward
 
     def _leave(self, module: nn.Module) -> None:
         """Count one user less; restore the module after the last one."""

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from hf_spec_kernels.ragged_tree_attention import RaggedLayout, pack_bits
 from torch import Tensor
@@ -31,7 +32,6 @@ def ragged_layout(segments: Sequence[Segment], sees: Tensor | None = None) -> Ra
     bits = (
         _bits(segments, max(tails)) if sees is None else torch.zeros(sees.shape, dtype=torch.uint8)
     )
-    positions = [s.tail_position for s in segments if s.seen is not None]
     columns = (
         [s.slot for s in segments],
         [0, *(s.end for s in segments)],
@@ -39,19 +39,22 @@ def ragged_layout(segments: Sequence[Segment], sees: Tensor | None = None) -> Ra
         prefixes,
         [s.first_position for s in segments],
         [0, *accumulate(tails)][:-1],
+        [position for s in segments for position in s.position.tolist()],
+        [p for s in segments if s.seen is not None for p in s.tail_position.tolist()],
     )
     # One tensor is split, since creating small tensors is slow.
     numbers = torch.tensor([*chain.from_iterable(columns)], dtype=torch.int32)
-    slot, starts, num_keys, prefix, first, key_start = numbers.split([*map(len, columns)])
+    parts = numbers.split([*map(len, columns)])
+    slot, starts, num_keys, prefix, first, key_start, position, key_position = parts
     return RaggedLayout(
         slot=slot,
         query_start=starts,
         num_keys=num_keys,
         prefix=prefix,
         bits=bits,
-        position=torch.cat([s.position for s in segments]).int(),
+        position=position,
         first_position=first,
-        key_position=torch.cat(positions).int() if positions else numbers[:0],
+        key_position=key_position,
         key_start=key_start,
         max_queries=max(s.num_tokens for s in segments),
         max_keys=max(s.num_keys for s in segments),
@@ -59,18 +62,17 @@ def ragged_layout(segments: Sequence[Segment], sees: Tensor | None = None) -> Ra
 
 
 def _bits(segments: Sequence[Segment], width: int) -> Tensor:
-    seen = torch.zeros(segments[-1].end, width, dtype=torch.bool)
+    seen = np.zeros((segments[-1].end, width), dtype=bool)
     for s in segments:
         if s.seen is not None:
-            seen[s.start : s.end, : s.num_keys - s.prefix] = s.seen
-    return pack_bits(seen)
+            seen[s.start : s.end, : s.num_keys - s.prefix] = s.seen.numpy()
+    return pack_bits(torch.from_numpy(seen))
 
 
 def slot_mapping(runs: Iterable[tuple[int, Sequence[int]]]) -> Tensor:
     """Build the (2, T) int32 slot and index where each token is stored.
 
-    Args:
-        runs: (slot, indices in it) of consecutive tokens; slot -1 stores nothing.
+    `runs` are (slot, indices in it) of consecutive tokens; slot -1 stores nothing.
     """
     slots: list[int] = []
     indices: list[int] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -70,11 +71,7 @@ class KVPool:
         self._expected = 0
 
     def expect(self, length: int) -> None:
-        """Set the most tokens that a slot will hold, and allocate them within `MAX_RESERVED`.
-
-        Args:
-            length: tokens per slot; 0 if it is unknown.
-        """
+        """Set the most tokens of a slot, 0 if unknown; allocate up to `MAX_RESERVED` of them."""
         self._expected = length
         first = min(length, self._max_ahead)
         if first > self.capacity:
@@ -89,9 +86,11 @@ class KVPool:
         self._needed = max(self._needed, length)
         if length <= self.capacity:
             return
-        if not self._try_resize(self._with_room(length)):
-            graph_store.free()
-            self._resize(length + LITTLE_ROOM)
+        with suppress(torch.OutOfMemoryError):
+            self._resize(self._with_room(length))
+            return
+        graph_store.free()
+        self._resize(length + LITTLE_ROOM)
 
     def trim(self) -> None:
         """Free the room that no token has needed yet."""
@@ -108,9 +107,8 @@ class KVPool:
     def move_rows(self, moves: Sequence[tuple[int, Sequence[int], int]]) -> None:
         """Move tokens within their slots, in every layer.
 
-        Args:
-            moves: (slot, source, start): tokens at the indices `source` go to `start`,
-                `start + 1`, ... of the same slot. Each slot at most once.
+        `moves` are (slot, source, start): tokens at the indices `source` go to `start`,
+        `start + 1`, ... of the same slot. Each slot at most once.
         """
         if not moves:
             return
@@ -129,9 +127,8 @@ class KVPool:
     def load(self, cache: Cache, frame_masks: Sequence[Tensor]) -> None:
         """Fill the pool from a user's `DynamicCache`, padded on the left as in plain `generate()`.
 
-        Args:
-            cache: sliding layers may have dropped all tokens before their window.
-            frame_masks: per row (L,) bool, True where the cached entry is a real token.
+        Sliding layers may have dropped all tokens before their window. `frame_masks` are per row
+        (L,) bool, True where the cached entry is a real token.
         """
         length = max((int(mask.sum()) for mask in frame_masks), default=0)
         self.reserve(length)
@@ -153,10 +150,8 @@ class KVPool:
     ) -> DynamicCache:
         """Write the pool into an empty cache of the model, in the layout of plain `generate()`.
 
-        Args:
-            cache: the empty cache, which is returned.
-            frame_masks: per row (L,) bool; stored tokens fill the first True entries.
-            lengths: number of stored tokens per row.
+        `frame_masks` are per row (L,) bool; the `lengths[row]` stored tokens fill the first True
+        entries.
         """
         width = frame_masks[0].shape[0]
         for index in sorted(self.keys):
@@ -177,13 +172,6 @@ class KVPool:
         if length <= most:
             room = min(room, most)
         return min(room, self._expected) if length <= self._expected else room
-
-    def _try_resize(self, capacity: int) -> bool:
-        try:
-            self._resize(capacity)
-        except torch.OutOfMemoryError:
-            return False
-        return True
 
     def _resize(self, capacity: int) -> None:
         """Reallocate every buffer with `capacity` tokens per slot.

@@ -20,16 +20,14 @@ from hf_spec.engine.forward.row_batch import RowWork
 
 @dataclass
 class PackedInputs:
-    """All tokens in one sequence.
+    """All T tokens in one sequence, row by row.
 
     Attributes:
-        tokens: T token ids, row by row.
-        positions: T position ids as passed to the model.
+        positions: position ids as passed to the model.
         segments: what the tokens attend to, and where they are stored; by true positions.
         pending: row -> indices of its pending tokens among the T.
         nodes: indices of the tree nodes among the T, in tree order.
-        head_padding: indices of padding tokens that the head runs beside the nodes; only in padded
-            baselines.
+        head_padding: indices of padding tokens that the head runs too; only in padded baselines.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -50,16 +48,15 @@ class PackedInputs:
 
 @dataclass
 class RectangularInputs:
-    """One line of T columns per row, on the host.
+    """One line of T columns per row, on the host; padding is 0.
 
     Attributes:
-        tokens: (B, T) int64; padding is 0.
-        positions: (B, T) int64 position ids as passed to the model; padding is 0.
+        tokens: (B, T) int64.
+        positions: (B, T) int64 position ids as passed to the model.
         cache_indices: (B, T) int64, index in the slot of each token.
         visible: (B, T, S) bool, keys that each token attends to.
         key_positions: (B, S) int64, the true position of each key.
-        pending: row -> indices of its pending tokens, counted over B * T.
-        nodes: indices of the tree nodes, counted over B * T.
+        pending, nodes: as in `PackedInputs`, counted over B * T.
     """
 
     tokens: Tensor
@@ -74,29 +71,32 @@ class RectangularInputs:
 def pack(work: Sequence[RowWork], tree: DraftTree) -> PackedInputs:
     """Lay the tokens of all rows one after the other; equal rows share masks."""
     inputs = PackedInputs()
-    shapes: dict[object, tuple[list[int], list[Segment]]] = {}
+    # By shape: the positions and segments of the first such row, and where its tokens begin.
+    shapes: dict[object, tuple[list[int], list[Segment], int]] = {}
     for w in work:
-        key = w.shape_key(tree)
-        if key not in shapes:
-            shapes[key] = w.positions(tree), w.segments(tree)
-        positions, segments = shapes[key]
         start = len(inputs.tokens)
         begin = start + len(w.pending)
+        key = w.shape_key(tree) if len(work) > 1 else None
+        if key in shapes:
+            positions, segments, first = shapes[key]
+            segments = [segment.moved(w.row, segment.start + start - first) for segment in segments]
+        else:
+            positions, segments = w.positions(tree), w.segments(tree, start)
+            shapes[key] = positions, segments, start
         inputs.tokens += w.tokens(tree)
         inputs.positions += w.position_ids(positions)
+        inputs.segments += segments
         inputs.pending[w.row] = range(start, begin)
         inputs.nodes += range(begin, begin + len(w.nodes))
-        inputs.segments += [segment.moved(w.row, start + segment.start) for segment in segments]
     return inputs
 
 
 def align_right(
     work: Sequence[RowWork], tree: DraftTree, num_rows: int, spare_index: int
 ) -> RectangularInputs:
-    """Lay the tokens of each row at the right end of a line.
+    """Lay the tokens of each row at the right end of a line; rows without work are padding.
 
-    Rows without work get a line of padding. Padding is stored at `spare_index`, which no token
-    attends to.
+    Padding is stored at `spare_index`, which no token attends to.
     """
     length = max(w.num_tokens for w in work)
     num_keys = max(w.num_keys for w in work)

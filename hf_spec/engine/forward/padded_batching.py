@@ -112,9 +112,9 @@ class PaddedWork(RowWork):
         positions[first:] = torch.arange(self.stored, self.root_position)
         return positions
 
-    def segments(self, tree: DraftTree) -> list[Segment]:
+    def segments(self, tree: DraftTree, start: int = 0) -> list[Segment]:
         """Return the row's segments; padding attends to what the root attends to."""
-        segments = super().segments(tree)
+        segments = super().segments(tree, start)
         if self.stored_indices is not None:
             if self.pending:
                 segments[0] = self._chain_with_gaps(segments[0])
@@ -123,7 +123,7 @@ class PaddedWork(RowWork):
         if self.nodes and self.fill:
             segments[-1] = self._filled(segments[-1])
         elif self.fill:
-            segments.append(self._fill_segment())
+            segments.append(self._fill_segment(start + len(self.pending)))
         return segments
 
     def query_segment(self, start: int, count: int) -> Segment:
@@ -165,13 +165,12 @@ class PaddedWork(RowWork):
             cache_indices=[*segment.cache_indices, *self._fill_indices],
         )
 
-    def _fill_segment(self) -> Segment:
+    def _fill_segment(self, start: int) -> Segment:
         """Padding of a row without nodes; it attends to one key, so its softmax stays finite."""
-        begin = len(self.pending)
         return Segment(
             slot=self.row,
-            start=begin,
-            end=begin + self.fill,
+            start=start,
+            end=start + self.fill,
             num_keys=1,
             position=torch.zeros(self.fill, dtype=torch.long),
             last_position=0,

@@ -62,7 +62,7 @@ class RowWork:
         """Index in the slot of every token, in the order they run."""
         root = self.root_index
         pending = range(root - len(self.pending), root)
-        return [*pending, *(root + offset for offset in self.offsets)]
+        return [*pending, *[root + offset for offset in self.offsets]]
 
     def shape_key(self, tree: DraftTree) -> object:
         """Return a key that is equal for rows whose segments differ in slot and start only."""
@@ -73,12 +73,12 @@ class RowWork:
     def tokens(self, tree: DraftTree) -> list[int]:
         """Return the token ids in the order they run."""
         tokens = tree.tokens
-        return [*self.pending, *(tokens[node] for node in self.nodes)]
+        return [*self.pending, *[tokens[node] for node in self.nodes]]
 
     def positions(self, tree: DraftTree) -> list[int]:
         """Return the position of every token."""
         root, depth = self.root_position, tree.depth
-        return [*range(self.stored, root), *(root + depth[node] for node in self.nodes)]
+        return [*range(self.stored, root), *[root + depth[node] for node in self.nodes]]
 
     def position_ids(self, positions: list[int]) -> list[int]:
         """Return the position ids to pass to the model, e.g. shifted after an image."""
@@ -98,14 +98,14 @@ class RowWork:
         """Return (nodes, width) bool, True where a node to run descends from a node of the row."""
         return tree.ancestor_mask[span(self.nodes), : self.width]
 
-    def segments(self, tree: DraftTree) -> list[Segment]:
-        """Return the row's segments, counted from its first token."""
-        segments = [self._chain_segment()] if self.pending else []
+    def segments(self, tree: DraftTree, start: int = 0) -> list[Segment]:
+        """Return the row's segments, whose tokens begin at `start` in the packed sequence."""
+        segments = [self._chain_segment(start)] if self.pending else []
         if self.nodes:
-            segments.append(self._tree_segment(tree))
+            segments.append(self._tree_segment(tree, start + len(self.pending)))
         return segments
 
-    def _chain_segment(self) -> Segment:
+    def _chain_segment(self, start: int) -> Segment:
         """Pending tokens attend to all stored tokens, the pending ones before them and themselves.
 
         Every pending token attends to the first one, which therefore belongs to the prefix.
@@ -113,8 +113,8 @@ class RowWork:
         count, positions = len(self.pending), torch.arange(self.stored, self.root_position)
         return Segment(
             slot=self.row,
-            start=0,
-            end=count,
+            start=start,
+            end=start + count,
             num_keys=self.root_index,
             position=positions,
             last_position=self.root_position - 1,
@@ -124,25 +124,27 @@ class RowWork:
             cache_indices=range(self.root_index - count, self.root_index),
         )
 
-    def _tree_segment(self, tree: DraftTree) -> Segment:
+    def _tree_segment(self, tree: DraftTree, start: int) -> Segment:
         """Nodes attend to all committed tokens, their ancestors and themselves.
 
         Every node attends to the root, which therefore belongs to the prefix.
         """
-        root, begin = self.root_position, len(self.pending)
-        positions = [root + tree.depth[node] for node in self.nodes]
-        depths = torch.tensor(self.node_depths(tree), dtype=torch.long)
+        root, root_index, count = self.root_position, self.root_index, len(self.nodes)
+        depths = [tree.depth[node] for node in self.nodes]
+        positions = key_positions = torch.tensor([root + d for d in self.node_depths(tree)])
+        if count < self.width:
+            positions = torch.tensor([root + depth for depth in depths])
         return Segment(
             slot=self.row,
-            start=begin,
-            end=begin + len(self.nodes),
-            num_keys=self.num_keys,
-            position=torch.tensor(positions),
-            last_position=max(positions),
-            tail_position=(root + depths)[1:],
+            start=start,
+            end=start + count,
+            num_keys=root_index + self.width,
+            position=positions,
+            last_position=root + max(depths),
+            tail_position=key_positions[1:],
             seen=self.visible_nodes(tree)[:, 1:] if self.width > 1 else None,
             prefix=root + 1,
-            cache_indices=[self.root_index + offset for offset in self.offsets],
+            cache_indices=[root_index + offset for offset in self.offsets],
         )
 
     def query_segment(self, start: int, count: int) -> Segment:

@@ -42,25 +42,24 @@ class RowStorage:
         # Rows of the round: index of the root in the slot, offsets of the nodes that have run.
         self._round: dict[int, tuple[int, set[int]]] = {}
 
-    def begin_round(
-        self, tree: DraftTree, sequences: Sequence[Sequence[int]], nodes: Sequence[int]
-    ) -> None:
-        """Choose the index of the root for every row of these nodes that is new in the round."""
-        new = [row for row in _nodes_by_row(tree, nodes) if row not in self._round]
-        pending = {row: len(sequences[row]) - 1 - self.stored[row] for row in new}
-        for row, root in self._root_indices(pending).items():
-            self._round[row] = root, set()
-
     def plan(
         self, tree: DraftTree, sequences: Sequence[Sequence[int]], nodes: Sequence[int]
     ) -> list[RowWork]:
         """Return the tokens that the rows of these nodes run: pending ones, then the nodes."""
+        by_row = _nodes_by_row(tree, nodes)
+        new = {
+            row: len(sequences[row]) - 1 - self.stored[row]
+            for row in by_row
+            if row not in self._round
+        }
+        for row, root in self._root_indices(new).items():
+            self._round[row] = root, set()
         work = []
-        for row, row_nodes in _nodes_by_row(tree, nodes).items():
-            stored = self.stored[row]
+        for row, row_nodes in by_row.items():
+            stored, start = self.stored[row], tree.row_start[row]
             pending = list(sequences[row][stored : len(sequences[row]) - 1])
-            offsets = [node - tree.row_start[row] for node in row_nodes]
-            width = max([*self._round[row][1], *offsets]) + 1
+            offsets = [node - start for node in row_nodes]
+            width = max(offsets[-1], max(self._round[row][1], default=0)) + 1
             shift = self.position_offsets[row]
             work.append(RowWork(row, stored, pending, row_nodes, offsets, width, shift))
         return work
@@ -78,12 +77,9 @@ class RowStorage:
     def keep(self, paths: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Commit each row's accepted path, moving its keys and values together in place.
 
-        Args:
-            paths: per row the accepted nodes, counted from the row's root, without it. The first
-                node that was never run ends the committed part; the rest is pending.
-
-        Returns:
-            Row -> the committed nodes, the root first.
+        `paths` are per row the accepted nodes, counted from the row's root, without it. The first
+        node that was never run ends the committed part; the rest is pending. Returns row -> the
+        committed nodes, the root first.
         """
         moves, committed = [], {}
         for row, (root, ran) in self._round.items():
@@ -132,10 +128,10 @@ class RowStorage:
 
 def _nodes_by_row(tree: DraftTree, nodes: Sequence[int]) -> dict[int, list[int]]:
     """Split ascending node indices by row; rows without any are left out."""
-    by_row = {}
+    by_row, begin = {}, 0
     for row in range(tree.num_rows):
-        whole = tree.nodes(row)
-        chosen = list(nodes[bisect_left(nodes, whole.start) : bisect_left(nodes, whole.stop)])
-        if chosen:
-            by_row[row] = chosen
+        end = bisect_left(nodes, tree.row_start[row + 1], begin)
+        if end > begin:
+            by_row[row] = list(nodes[begin:end])
+        begin = end
     return by_row

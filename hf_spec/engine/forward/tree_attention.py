@@ -14,6 +14,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from hf_spec_kernels import Scoring, kv_write, ragged_tree_attention
@@ -96,26 +98,23 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     if traits.storage == layer_index:
         _store(spec_step, kernel, (key, value), (keys, values))
     window = traits.window_of(kwargs.get("sliding_window", NOT_PASSED))
-    sinks = None if s_aux is None else s_aux.float()
-    scoring = Scoring(scaling, window, softcap, sinks=sinks, chunk=traits.chunk)
+    scoring = _scoring(scaling, window, softcap, traits.chunk)
+    if s_aux is not None:
+        scoring = replace(scoring, sinks=s_aux.float())
     return _attend(spec_step, kernel, query, (keys, values), scoring), None
+
+
+@cache
+def _scoring(
+    scale: float | None, window: int | None, softcap: float | None, chunk: int | None
+) -> Scoring:
+    return Scoring(scale, window, softcap, chunk=chunk)
 
 
 def attend_stored(
     step: PackedStep, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
 ) -> Tensor:
-    """Attend with (1, H, T, D) queries to stored keys and values; store nothing.
-
-    Args:
-        step: what the queries attend to.
-        query: (1, H, T, D).
-        keys: buffer of one layer, see `KVPool`.
-        values: buffer of the same layer.
-        scoring: scale, window and the like.
-
-    Returns:
-        (1, T, H, Dv).
-    """
+    """Attend with (1, H, T, D) queries to a layer's buffers, as (1, T, H, Dv); store nothing."""
     return _attend(step, select_kernel(step, query, values), query, (keys, values), scoring)
 
 

@@ -309,7 +309,7 @@ def test_a_module_inside_a_processor_is_not_copied() -> None:
             return scores
 
     judge = Judge()
-    copies = processors._AsBatch(judge, 3).copies
+    copies = processors._step(judge, 3).copies
     assert all(copied.module is judge.module for copied in copies)
     assert len({id(copied.calls) for copied in copies}) == 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from transformers.generation import EosTokenCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.engine.decode.stopping import MAX_LEAD, StopRules, for_one_sequence
+from hf_spec.engine.decode.generation_state import MAX_LEAD
+from hf_spec.engine.decode.stopping import StopRules, for_one_sequence
 from tests import tiny_models
 from tests.row_states import EndAllOn, EndRowOn, commit, make_state
 
@@ -54,7 +56,7 @@ def test_rules_for_single_rows() -> None:
     rules = StopRules([MaxLengthCriteria(5), EosTokenCriteria([3, 4]), stop_string()], 2)
     ends = tiny_models.tokenizer().convert_tokens_to_ids("ba")
     for text, ended in (([5, 6], False), ([5, 4], True), ([5] * 5, True), ([5, ends], True)):
-        assert rules.end_row(torch.tensor(text), text[-1]) == ended
+        assert rules.end_row(text[-1], len(text), partial(torch.tensor, text)) == ended
 
 
 class PerRow(StoppingCriteria):

@@ -8,11 +8,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
-from transformers import PreTrainedTokenizerFast, TextStreamer
+from transformers import MaxLengthCriteria, PreTrainedTokenizerFast, TextStreamer
+from transformers.generation import EosTokenCriteria
 
 from hf_spec import BatchStreamer, BatchTextStreamer, UnsupportedError
-from hf_spec.engine.decode.streaming import StreamFeed
+from hf_spec.engine.decode.stopping import StopRules
 from tests import tiny_models
+from tests.row_states import commit, make_state
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -105,18 +107,17 @@ def test_a_sequence_without_a_token_ends_too() -> None:
     assert heard.ended == [4]
 
 
-def test_functions_are_called_with_the_row() -> None:
+def test_functions_are_called_with_the_sequence() -> None:
     tokens: list[tuple[int, list[int]]] = []
     ends: list[int] = []
-    feed = StreamFeed(BatchStreamer(lambda *args: tokens.append(args), ends.append), 2)
-    feed.send(1, [5, 6], ended=False)
-    feed.send(0, [], ended=False)
-    feed.send(1, [5, 6, 7], ended=True)
-    feed.send(1, [5, 6, 7], ended=True)
-    feed.begin(1, 9)
-    feed.send(1, [8], ended=True)
-    assert tokens == [(1, [5, 6]), (1, [7]), (9, [8])]
-    assert ends == [1, 9]
+    streamer = BatchStreamer(lambda *args: tokens.append(args), ends.append)
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(12), streamer=streamer)
+    commit(state, [5, 6], [3, 4])
+    commit(state, [12], [12])
+    state.begin(1, 9, [7], StopRules([EosTokenCriteria(12)], 1))
+    commit(state, [], [8, 12])
+    assert tokens == [(0, [5, 6]), (1, [3, 4]), (0, [12]), (1, [12]), (9, [8, 12])]
+    assert ends == [0, 1, 9]
 
 
 def batch_call(name: str, streamer: Any, **options: Any) -> Any:

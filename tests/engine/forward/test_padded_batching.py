@@ -166,7 +166,7 @@ def test_idle_rows_have_room_behind_what_they_hold() -> None:
 def test_nodes_of_the_round_are_behind_an_idle_row_too() -> None:
     rows, texts = storage("unpadded_kv"), [list(prompt) for prompt in PROMPTS]
     tree = chains(texts, [3, 2])
-    rows.begin_round(tree, texts, range(7))
+    rows.plan(tree, texts, range(7))
     rows.mark_ran(rows.plan(tree, texts, range(7)))
     assert isinstance(rows, PaddedStorage)
     (idle,) = rows.idle_rows({0})

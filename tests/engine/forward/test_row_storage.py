@@ -37,7 +37,6 @@ def step(
     """One round: everything runs, `accepted` drafts are kept and a bonus token follows."""
     tree = chains(texts, drafted)
     nodes = range(tree.num_nodes)
-    rows.begin_round(tree, texts, nodes)
     work = rows.plan(tree, texts, nodes)
     for w in work:
         for place, token in zip(w.cache_indices, w.tokens(tree), strict=True):
@@ -69,7 +68,6 @@ def test_levels_of_one_round_share_its_start() -> None:
     rows, texts = storage(), [list(prompt) for prompt in PROMPTS]
     tree = chains(texts, [1, 1])
     for nodes in ([0, 2], [1, 3]):
-        rows.begin_round(tree, texts, nodes)
         work = rows.plan(tree, texts, nodes)
         assert [w.root_index for w in work] == [4, 4]
         rows.mark_ran(work)
