@@ -144,8 +144,9 @@ def test_the_past_of_a_row_is_what_it_holds(batching: str) -> None:
 
 def test_offsets_of_positions_end_with_their_sequence() -> None:
     rows = storage("unpadded")
+    texts = [list(prompt) for prompt in PROMPTS]
     rows.position_offsets = [-3, 2]
-    offsets = [work.position_offset for work in step(rows, [*PROMPTS], [0, 0], [0, 0])]
+    offsets = [work.position_offset for work in step(rows, texts, [0, 0], [0, 0])]
     assert offsets == [-3, 2]
     rows.restart(0)
     assert rows.position_offsets == [0, 2]
