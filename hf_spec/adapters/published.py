@@ -74,6 +74,11 @@ class PublishedHead:
         """Its registered family; an unsupported one raises `AssistantError`."""
         return family_record(self.family, self.name)
 
+    @property
+    def strategy(self) -> str:
+        """Default strategy."""
+        return self.record.strategy
+
 
 _FAMILIES: dict[str, PublishedFamily] = {}
 

@@ -208,7 +208,7 @@ def _check_family(
     if head.family not in families:
         raise AssistantError(
             f"assistant={name!r} is a head of the family {head.family!r}: use "
-            f"spec_strategy={head.record.strategy!r}"
+            f"spec_strategy={head.strategy!r}"
         )
     return head
 

@@ -13,7 +13,7 @@ from hf_spec.serving.manager import SpeculativeManager
 
 # Seconds after a signal until running responses end with an error, and until all connections are
 # closed.
-DRAIN_SECONDS, CLOSE_SECONDS = 5, 8
+DRAIN_SECONDS, CLOSE_SECONDS = 5, 7
 
 
 def check_packages() -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.serving.conftest import Served, folder, plain, starting  # noqa: F401 - a fixture
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+pytest.importorskip("openai", reason="needs the extra 'serve'")
 pytest.importorskip("schemathesis", reason="needs the extra 'test'")
 
 import schemathesis
