@@ -67,7 +67,7 @@ def test_no_request_is_a_failure_of_the_server(served: Served) -> None:
         check(operation, found.setdefault(operation.path, set()))
     assert {"/v1/chat/completions", "/v1/audio/transcriptions", "/reset"} < found.keys()
     assert 200 in found["/v1/models"]
-    assert 404 in found["/v1/chat/completions"], "the model of a random request is another"
+    assert found["/v1/chat/completions"] <= {400, 404, 422}, "a random model is not the served one"
 
 
 def test_with_the_name_of_the_model(served: Served) -> None:
