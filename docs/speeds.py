@@ -42,10 +42,11 @@ def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
 def setting(record: dict[str, Any]) -> str:
     """Return what was measured, when, and on which machine, as one sentence."""
     env, suite = record["environment"], record["suite"]
+    plural = "s" if suite["repeats"] > 1 else ""
     return (
         f"{record['model']}, {record['dtype']}, greedy, batch size 1, "
         f"{rows_of(record)[0]['outputs']} prompts, {suite['new_tokens']} new tokens, "
-        f"{suite['repeats']} repetitions, interleaved; {env['device']}, "
+        f"{suite['repeats']} repetition{plural}, interleaved; {env['device']}, "
         f"{env['threads']} threads, {env['cpu_capability']}, torch "
         f"{env['torch']}, transformers {env['transformers']}, {record['date']}."
     )
