@@ -1,0 +1,285 @@
+"""Replay the cost model over recorded answers on simulated machines.
+
+Run as `python -m examples.studies.length_policies.simulate --help` shows. The classes of hf_spec
+make every decision: `AdaptiveLengthDrafter` with the default length policy. Simulated are the draft
+model, which proposes what `traces.py` recorded, the target, which gives the recorded answer, and the
+clock. A step of the target takes 1, and each further node `node_cost`; a draft token takes
+`draft_cost`, and reading a token `read_cost` of that. The drafter measures times with noise and
+outliers; the reported times are those without.
+
+After the first wrong token, a draft goes on with the proposals of the following positions, since
+the draft model's own continuation of a wrong text was not recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation import MaxLengthCriteria
+
+from examples.studies.length_policies.traces import SCALE
+from hf_spec import DraftConfig, TreeConfig
+from hf_spec.backend.device.clock import Clock
+from hf_spec.common.files import write_json
+from hf_spec.drafting.cost_model import cost_model_drafter
+from hf_spec.drafting.length_policy import make_policy
+from hf_spec.drafting.level_drafter import LevelDrafter
+from hf_spec.drafting.tree_growth import Growth, NextTokens
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
+
+DRAFT_COSTS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
+NODE_COSTS = (0.005, 0.02, 0.08)
+READ_COSTS = (0.05,)
+FIXED_LENGTHS = range(17)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Costs in steps of the target, and the noise of measured times.
+
+    Attributes:
+        read_cost: of one token of new text, in draft tokens.
+        noise: standard deviation of the logarithm of a measured time.
+        outlier_share, outlier_factor: of all measured times, some are longer by this factor.
+    """
+
+    draft_cost: float
+    node_cost: float
+    read_cost: float = 0.05
+    noise: float = 0.05
+    outlier_share: float = 0.01
+    outlier_factor: float = 5.0
+
+    def draft_seconds(self, level: int, unread: int) -> float:
+        """Return the time of a draft token; the first one of a draft reads `unread` tokens."""
+        return self.draft_cost * (1 + (self.read_cost * (unread - 1) if level == 0 else 0.0))
+
+    def verify_seconds(self, drafted: int) -> float:
+        """Return the time of a forward pass over the root and `drafted` nodes."""
+        return 1.0 + self.node_cost * drafted
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A recorded answer with the proposals of one draft model, see `traces.py`."""
+
+    task: str
+    prompt: list[int]
+    tokens: list[int]
+    proposals: list[list[int]]
+
+    def run_length(self, position: int) -> int:
+        """Return how many tokens of a draft at `position` are right."""
+        length = 0
+        for proposal, token in zip(self.proposals[position:], self.tokens[position:], strict=True):
+            if proposal[:1] != [token]:
+                break
+            length += 1
+        return length
+
+
+class Simulation(Clock):
+    """Time on a machine: `now` as measured, `spent` without noise."""
+
+    def __init__(self, machine: Machine, seed: int = 0):
+        self.machine = machine
+        self.now = self.spent = 0.0
+        self._random = random.Random(seed)  # noqa: S311 - no secret
+
+    def mark(self) -> float:
+        """See `Clock`."""
+        return self.now
+
+    def run(self, seconds: float) -> None:
+        """Let time pass."""
+        self.spent += seconds
+        factor = self._random.lognormvariate(0.0, self.machine.noise)
+        if self._random.random() < self.machine.outlier_share:
+            factor *= self.machine.outlier_factor
+        self.now += seconds * factor
+
+
+class TraceDrafter(LevelDrafter):
+    """Proposes what was recorded at each position, and lets the time of a draft model pass."""
+
+    forwards = 0  # type: ignore[assignment]
+    timing_key = "trace"  # type: ignore[assignment]
+
+    def __init__(self, config: Any, policy: Any, simulation: Simulation, session: Any):
+        super().__init__(config, policy)
+        self.simulation, self.timing_key = simulation, session
+        self.cost_prior = simulation.machine.draft_cost
+        self.answer: Answer
+
+    def begin(self, answer: Answer) -> None:
+        """Continue with another answer."""
+        self.answer, self._read = answer, 0
+
+    def next_tokens(self, state: GenerationState, growth: Growth) -> NextTokens:
+        """Return the recorded tokens; all nodes of a level have the same ones."""
+        unread = len(state.tokens[0]) - self._read
+        self.simulation.run(self.simulation.machine.draft_seconds(growth.depth, unread))
+        self._read = len(state.tokens[0])
+        self.forwards += 1
+        position = min(state.generated[0] + growth.depth, len(self.answer.tokens) - 1)
+        proposal = self.answer.proposals[position][: 2 * self.shape.num_ranks]
+        tokens = torch.tensor(proposal[::2]).expand(len(growth.owners), 1, -1)
+        chances = torch.tensor(proposal[1::2], dtype=torch.float32) / SCALE
+        return NextTokens(tokens, chances.expand(len(growth.owners), 1, -1))
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Nothing is stored."""
+
+
+def tiny_target() -> LlamaForCausalLM:
+    """Return a model by which measured costs are cached; it never runs."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=1, **sizes))
+
+
+TARGET = tiny_target()
+
+
+def make(strategy: str, simulation: Simulation, session: Any) -> tuple[Drafter, TraceDrafter]:
+    """Return the strategy under the cost model, and its simulated draft model."""
+    config = (DraftConfig() if strategy == "draft" else TreeConfig()).resolve(measures=True)
+    policy = make_policy(config, TARGET)
+    inner = TraceDrafter(config, policy, simulation, session)
+    width = min(config.shape.children, 4)
+    return cost_model_drafter.adapt_length(inner, policy, TARGET, config, width), inner
+
+
+def generate(drafter: Drafter, simulation: Simulation, answer: Answer) -> dict[str, Any]:
+    """Generate one answer; return its time without the forward pass of the prompt."""
+    ids = torch.tensor([answer.prompt])
+    longest = len(answer.prompt) + len(answer.tokens)
+    state = GenerationState.create(
+        ids, torch.ones_like(ids), StopRules([MaxLengthCriteria(longest)], 1)
+    )
+    start, rounds, drafted, accepted_tokens = simulation.spent, 0, 0, 0
+    with drafter.active(state):
+        while state.unfinished:
+            tree = drafter.draft(state, state.draft_limits)
+            simulation.run(simulation.machine.verify_seconds(tree.num_nodes - 1))
+            verdict = verify(tree, answer.tokens[state.generated[0] :])
+            state.commit(verdict)
+            drafter.observe(verdict, ForwardOutput(torch.empty(0)))
+            rounds += 1
+            drafted += tree.num_nodes - 1
+            accepted_tokens += len(verdict.accepted[0])
+    return {"time": simulation.spent - start, "rounds": rounds, "drafted": drafted}
+
+
+def verify(tree: DraftTree, answer: Sequence[int]) -> Verdict:
+    """Accept what equals the answer."""
+    path = [0]
+    for token in answer:
+        child = tree.child(path[-1], token)
+        if child is None:
+            break
+        path.append(child)
+    return Verdict(tree, [path[1:]], [answer[len(path) - 1]])
+
+
+def fixed_time(answer: Answer, machine: Machine, length: int) -> float:
+    """Return the time of an answer with drafts of a fixed length; 0 is `none`."""
+    position, spent, read = 0, 0.0, -len(answer.prompt)
+    while position < len(answer.tokens):
+        drafted = min(length, len(answer.tokens) - position - 1)
+        unread = position - read
+        spent += sum(machine.draft_seconds(level, unread) for level in range(drafted))
+        read = position if drafted else read
+        spent += machine.verify_seconds(drafted)
+        position += 1 + min(drafted, answer.run_length(position))
+    return spent
+
+
+def load(path: Path, assistant: str) -> list[Answer]:
+    """Read the answers of a record that have at least two tokens."""
+    answers = json.loads(gzip.decompress(path.read_bytes()))["answers"]
+    return [
+        Answer(a["task"], a["prompt"], a["answer"], a["proposals"][assistant])
+        for a in answers
+        if len(a["answer"]) > 1
+    ]
+
+
+def study(
+    answers: Sequence[Answer], machine: Machine, strategy: str, cold: bool, seed: int = 0
+) -> dict[str, Any]:
+    """Return the times of all answers, by the policy and by every fixed length.
+
+    With `cold`, each answer is the first one of a process; otherwise costs and acceptance rates of
+    earlier answers are known.
+    """
+    simulation = Simulation(machine, seed)
+    cost_model_drafter.clock_of = lambda _: simulation  # type: ignore[assignment]
+    runs, fixed = [], []
+    session: object = object()
+    for answer in answers:
+        session = object() if cold else session
+        drafter, inner = make(strategy, simulation, session)
+        inner.begin(answer)
+        runs.append(generate(drafter, simulation, answer))
+        fixed.append([fixed_time(answer, machine, length) for length in FIXED_LENGTHS])
+    totals = [sum(times) for times in zip(*fixed, strict=True)]
+    policy = sum(run["time"] for run in runs)
+    worst = max(run["time"] / times[0] for run, times in zip(runs, fixed, strict=True))
+    return {
+        **asdict(machine),
+        "strategy": strategy,
+        "cold": cold,
+        "speedup": totals[0] / policy,
+        "best_length": min(FIXED_LENGTHS, key=totals.__getitem__),
+        "over_best_fixed": policy / min(totals),
+        "over_best_of_each": policy / sum(map(min, fixed)),
+        "over_none": policy / totals[0],
+        "worst_over_none": worst,
+        "times": [round(run["time"], 2) for run in runs],
+    }
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--assistant", required=True)
+    parser.add_argument("--strategy", default="draft", choices=("draft", "tree"))
+    parser.add_argument("--answers", type=int, help="use every Nth answer only", default=1)
+    parser.add_argument("--cold", action="store_true", help="nothing is known before each answer")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    answers = load(options.traces, options.assistant)[:: options.answers]
+    cells = []
+    for draft_cost, node_cost, read_cost in itertools.product(DRAFT_COSTS, NODE_COSTS, READ_COSTS):
+        machine = Machine(draft_cost, node_cost, read_cost)
+        cell = study(answers, machine, options.strategy, options.cold)
+        cells.append(cell)
+        print(
+            f"draft {draft_cost:<5} node {node_cost:<6} best {cell['best_length']:>2} "
+            f"speedup {cell['speedup']:.2f} over best fixed {cell['over_best_fixed']:.3f} "
+            f"best of each {cell['over_best_of_each']:.3f} none {cell['over_none']:.3f} "
+            f"worst {cell['worst_over_none']:.3f}",
+            flush=True,
+        )
+    if options.out:
+        write_json(options.out, {"assistant": options.assistant, "cells": cells})
+
+
+if __name__ == "__main__":
+    main()
