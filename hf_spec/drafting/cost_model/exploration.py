@@ -1,0 +1,43 @@
+"""Exploration: when a drafter runs although it is not expected to pay.
+
+Only drafting shows whether drafts pay. A drafter that the cost model does not choose is therefore
+tried again: after a wait in proportion to the cost of the trial, which doubles with every trial
+that did not make the drafter pay. So in N rounds there are O(log N) trials, and the time that they
+lose is bounded by a logarithm, too. A trial is the shortest draft: its first level is checked by the
+target's own token, even if no draft node is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Rounds before the first trial, per step of the target that a trial costs.
+WAIT_PER_STEP = 32.0
+# Longest wait, as a power of two times the first one.
+MOST_DOUBLINGS = 10
+
+
+@dataclass
+class Exploration:
+    """Rounds without a draft of one drafter in one row, and trials since a draft was expected to pay.
+
+    Attributes:
+        idle: rounds since the last draft.
+        trials: trials since the cost model last chose the drafter.
+    """
+
+    idle: int = 0
+    trials: int = 0
+
+    def restart(self) -> None:
+        """Begin another text, on which the drafter may be better: shorten the wait."""
+        self.trials //= 2
+
+    def is_due(self, cost: float) -> bool:
+        """Return True if a trial that costs `cost` steps of the target may run in this round."""
+        return self.idle >= WAIT_PER_STEP * cost * 2 ** min(self.trials, MOST_DOUBLINGS)
+
+    def record(self, chosen: bool, tried: bool) -> None:
+        """Record a round in which the cost model chose the drafter, or tried it, or neither."""
+        self.trials = 0 if chosen else self.trials + tried
+        self.idle = 0 if chosen or tried else self.idle + 1
