@@ -40,7 +40,7 @@ from hf_spec.engine.runner import ModelRunner
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
 
 # A length policy may draft this many times the depth that the acceptance rates of levels suggest.
-DEPTH_FACTOR = 2
+DEPTH_FACTOR = 3
 # Steps without a draft at the start of a generation, if their cost is not known.
 PLAIN_STEPS = 2
 

@@ -18,8 +18,8 @@ from hf_spec.drafting.cost_model import cost_curves as round_costs
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
 from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter, resolve_config
-from hf_spec.drafting.cost_model.selection import INITIAL_STEPS, STEPS_PER_TOKEN
 from hf_spec.engine.runner import ModelRunner
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.registry import make_drafter, parse_strategy
 from tests.falcon_reference import random_head
 from tests.tiny_models import build, disco_adapter, draft_model, prompts
@@ -42,6 +42,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
         monkeypatch.setattr(RoundTimes, "learn", lambda *_: None)
         monkeypatch.setattr(round_costs, "NODE_COST", node)
         monkeypatch.setattr(round_costs, "FORWARD_COST", forward)
+        monkeypatch.setattr(DraftModelDrafter, "relative_cost", lambda *_: None)
 
     return set_costs
 
@@ -133,7 +134,7 @@ class TestTimes:
     def test_what_is_learned_is_the_time_of_the_parts(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        learned: list[tuple[float, float, dict[str, tuple[int, float]]]] = []
+        learned: list[tuple[float, float, dict[str, tuple[int, int, float]]]] = []
         monkeypatch.setattr(measured, "cached_times", lambda *_: round_costs.RoundTimes())
         monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: learned.append(times))
         ticks = itertools.count()
@@ -143,9 +144,9 @@ class TestTimes:
         assert len(learned) == stats.target_forwards - 1
         drafts = [spent["draft"] for *_, spent in learned if "draft" in spent]
         assert all(verify > 0 for _, verify, _ in learned)
-        assert all(seconds > 0 for _, seconds in drafts)
+        assert all(seconds > 0 for *_, seconds in drafts)
         assert max(nodes for nodes, *_ in learned) > 1
-        assert 0 < sum(forwards for forwards, _ in drafts) <= stats.draft_forwards
+        assert 0 < sum(forwards for forwards, *_ in drafts) <= stats.draft_forwards
 
     def test_a_round_with_a_new_prompt_is_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         learned: list[int] = []
@@ -383,30 +384,25 @@ def test_counters_of_the_drafter(name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["draft", "falcon"])
-def test_the_draft_that_runs_the_prompt_is_not_timed(
+def test_the_draft_that_reads_the_prompt_is_not_timed_as_a_draft(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head has its prompt a round later than the target; that time would end all drafts."""
-    run: list[int] = []
-    timed: list[int] = []
-    observe = AdaptiveLengthDrafter.observe
-
-    def watch(self: AdaptiveLengthDrafter, verdict: Any, output: Any) -> None:
-        run.append(self._timer.round.drafts[strategy].forwards)
-        observe(self, verdict, output)
+    """A head has its prompt a round later than the target."""
+    unread: list[int] = []
 
     def learn(self: RoundTimes, nodes: float, seconds: float, drafts: Any) -> None:
-        timed.extend(forwards for forwards, _ in drafts.values())
+        unread.extend(tokens for forwards, tokens, _ in drafts.values() if forwards)
 
     monkeypatch.setattr(measured, "cached_times", lambda *_: RoundTimes())
     monkeypatch.setattr(round_costs, "FORWARD_COST", 0.01)
     monkeypatch.setattr(round_costs, "NODE_COST", 1e-4)
-    monkeypatch.setattr(AdaptiveLengthDrafter, "observe", watch)
+    monkeypatch.setattr(DraftModelDrafter, "relative_cost", lambda *_: None)
     monkeypatch.setattr(RoundTimes, "learn", learn)
     assistant = random_head("llama") if strategy == "falcon" else draft_model("llama")
+    prompt = prompts("llama", "one")
     build("llama").generate(
-        **prompts("llama", "one"), max_new_tokens=16, spec_strategy=strategy, assistant=assistant
+        **prompt, max_new_tokens=16, spec_strategy=strategy, assistant=assistant
     )
-    drafts = [forwards for forwards in run if forwards]
-    assert len(drafts) > 1
-    assert [forwards for forwards in timed if forwards] == drafts[1:]
+    assert len(unread) > 1
+    assert unread[0] > prompt["input_ids"].shape[1]
+    assert max(unread[1:]) <= round_costs.MAX_UNREAD
