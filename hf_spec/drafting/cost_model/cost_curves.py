@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median_low
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -33,6 +33,8 @@ from hf_spec.engine.forward.model_cache import cached_per_model
 # node, and of a drafter's forward pass. Low, so that drafts are tried and their real cost measured.
 NODE_COST = 0.01
 FORWARD_COST = 0.15
+# No drafter is expected to cost more: its real cost would never be measured.
+MAX_FORWARD_COST = 0.5
 # The same of a token of text that a drafter reads, in its own forward passes.
 READ_COST = 0.05
 # Drafts after more new tokens than this measure the cost of reading, others that of drafting.
@@ -40,11 +42,10 @@ MAX_UNREAD = 8
 # Sizes at which timings are stored. Other sizes are recorded at the nearest one.
 KNOTS = (1, 2, 3, *(base * 2**power for power in range(2, 20) for base in (1, 1.5)))
 # The cost of a size is the median of its last timings, the lower one of an even number: single rounds
-# take several times as long, because of other processes or a compilation. The estimate before the
-# first timing counts as a timing, so that no size seems expensive, and is never timed again, because
-# of a single round.
+# take several times as long, because of other processes or a compilation.
 NUM_TIMINGS = 15
-# A timing of reading counts at most this many times the estimate before.
+# A single timing of more than this many times the estimate before is not believed, until there is a
+# second one: a size that seems too expensive would never be timed again.
 LARGEST_FACTOR = 1.5
 # The timings of a size are dropped after this many timings of other sizes: the machine may have been
 # slower then.
@@ -79,6 +80,34 @@ class Curve:
         return interpolate(self.sizes, self.seconds, size)
 
 
+class SizeTimings(NamedTuple):
+    """Timings of one size.
+
+    Attributes:
+        before: estimate before the first timing.
+        number: number of timings.
+        last: index of the last timing among those of all sizes.
+        seconds: the last `NUM_TIMINGS`.
+    """
+
+    before: float
+    number: int = 0
+    last: int = 0
+    seconds: tuple[float, ...] = ()
+
+    def with_timing(self, seconds: float, index: int) -> SizeTimings:
+        """Return the timings and another one."""
+        kept = self.seconds[1 - NUM_TIMINGS :]
+        return SizeTimings(self.before, self.number + 1, index, (*kept, seconds))
+
+    @property
+    def cost(self) -> float:
+        """The estimate."""
+        if self.number == 1 and self.seconds[0] > LARGEST_FACTOR * self.before:
+            return self.before
+        return median_low(self.seconds)
+
+
 class LearnedCurve:
     """Cost by size from medians of timings: interpolated between knots, proportional beyond them.
 
@@ -88,8 +117,8 @@ class LearnedCurve:
 
     def __init__(self, expected: Callable[[float], float]):
         self._expected = expected
-        # size -> (index of the last timing, timings); sizes ascend.
-        self._timings: dict[float, tuple[int, tuple[float, ...]]] = {}
+        # size -> its timings; sizes ascend.
+        self._timings: dict[float, SizeTimings] = {}
         self._points: tuple[list[float], list[float]] = ([], [])
         self._count = 0
 
@@ -100,8 +129,8 @@ class LearnedCurve:
 
     def is_reliable(self, size: float) -> bool:
         """Return True if `size` or a smaller size has enough timings."""
-        found = self._timings.items()
-        return any(len(timings) >= NUM_RELIABLE and knot <= size for knot, (_, timings) in found)
+        known = self._timings.items()
+        return any(of.number >= NUM_RELIABLE and knot <= size for knot, of in known)
 
     def __call__(self, size: float) -> float:
         """Return the cost of `size`: in seconds, or as `expected` before the first timing."""
@@ -113,20 +142,19 @@ class LearnedCurve:
         nearest = 0 if size <= sizes[0] else -1
         return seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
 
-    def learn(self, size: float, seconds: float) -> None:
-        """Record one timing at the knot nearest to `size`."""
+    def learn(self, size: float, seconds: float, expected: float = math.inf) -> None:
+        """Record one timing at the knot nearest to `size`; `expected` seconds if it is the first."""
         above = bisect_right(KNOTS, size)
         neighbors = KNOTS[max(above - 1, 0) : above + 1]
         knot = min(neighbors, key=lambda knot: abs(math.log(knot / size)))
-        seconds *= self._expected(knot) / self._expected(size)
-        before = (self(knot),) if self.has_timings else ()
-        _, timings = self._timings.get(knot, (0, before))
+        scale = self._expected(knot) / self._expected(size)
+        before = self(knot) if self.has_timings else scale * expected
+        timings = self._timings.get(knot, SizeTimings(before))
         self._count += 1
-        new = {**self._timings, knot: (self._count, (*timings[1 - NUM_TIMINGS :], seconds))}
+        new = {**self._timings, knot: timings.with_timing(scale * seconds, self._count)}
         oldest = self._count - LIFETIME
-        self._timings = {s: entry for s, entry in sorted(new.items()) if entry[0] > oldest}
-        medians = [median_low(timings) for _, timings in self._timings.values()]
-        self._points = list(self._timings), medians
+        self._timings = {knot: of for knot, of in sorted(new.items()) if of.last > oldest}
+        self._points = list(self._timings), [of.cost for of in self._timings.values()]
 
 
 @dataclass(frozen=True)
@@ -175,7 +203,7 @@ class RoundTimes:
             expected: drafter -> cost of a forward pass before the first timing, in those of the
                 target. Default: `FORWARD_COST`.
         """
-        self._expected = expected
+        self._expected = {name: min(cost, MAX_FORWARD_COST) for name, cost in expected.items()}
         return Costs(
             self.verify,
             {name: self._draft_cost(name, of) for name, of in forwards.items()},
@@ -200,9 +228,7 @@ class RoundTimes:
                 continue
             curve, expected = self._curve(name), self._seconds(name, count)
             if unread <= MAX_UNREAD or seconds < expected:
-                if not curve.has_timings:
-                    curve.learn(count, expected)
-                curve.learn(count, seconds)
+                curve.learn(count, seconds, expected)
             elif curve.has_timings:
                 # The first passes of a process may include a compilation.
                 most = LARGEST_FACTOR * self._read_seconds(name, unread)

@@ -19,15 +19,18 @@ MOST_DOUBLINGS = 10
 
 @dataclass
 class Exploration:
-    """Rounds without a draft of one drafter in one row, and trials since a draft was expected to pay.
+    """Idle rounds and trials of one drafter in one row.
 
     Attributes:
         idle: rounds since the last draft.
         trials: trials since the cost model last chose the drafter.
+        cost: cost of a trial when the drafter became idle, in steps of the target. It grows while
+            the drafter does not read the text; a wait that grew with it might never end.
     """
 
     idle: int = 0
     trials: int = 0
+    cost: float = 0.0
 
     def restart(self) -> None:
         """Begin another text, on which the drafter may be better: shorten the wait."""
@@ -35,7 +38,9 @@ class Exploration:
 
     def is_due(self, cost: float) -> bool:
         """Return True if a trial that costs `cost` steps of the target may run in this round."""
-        return self.idle >= WAIT_PER_STEP * cost * 2 ** min(self.trials, MOST_DOUBLINGS)
+        if self.idle == 0:
+            self.cost = cost
+        return self.idle >= WAIT_PER_STEP * self.cost * 2 ** min(self.trials, MOST_DOUBLINGS)
 
     def record(self, chosen: bool, tried: bool) -> None:
         """Record a round in which the cost model chose the drafter, or tried it, or neither."""

@@ -73,12 +73,13 @@ class TestLearnedCurve:
         known = curve((2, 3.0), (4, 2.0))
         assert known(2) > known(4)
 
-    def test_a_new_size_counts_as_more_expensive_after_two_timings(self) -> None:
+    def test_a_new_size_counts_as_much_more_expensive_after_two_timings(self) -> None:
         known = curve((1, 2.0), (4, 9.0))
         assert known(4) == 5.0
         known.learn(4, 8.0)
         assert known(4) == 8.0
         assert curve((1, 2.0), (4, 3.0))(4) == 3.0
+        assert curve((1, 2.0), (4, 7.0))(4) == 7.0
 
     def test_sizes_between_count_for_the_nearest_in_proportion(self) -> None:
         assert curve((9, 10.0))(8) == pytest.approx(9.0)
@@ -161,7 +162,7 @@ class TestRoundTimes:
         assert costs.draft["falcon"](1) == pytest.approx(0.002)
         assert costs.draft["tree"](1) == pytest.approx(0.01)
 
-    def test_the_expected_cost_of_a_drafter_counts_as_a_timing(self) -> None:
+    def test_a_first_draft_that_takes_much_longer_than_expected_is_not_believed(self) -> None:
         times = RoundTimes()
         draft = times.costs({"draft": levels}, {"draft": 0.3}).draft["draft"]
         times.learn(1, 2.0, {"draft": (1, 1, 50.0)})
