@@ -1,11 +1,11 @@
 """Replay the cost model over recorded answers on simulated machines.
 
 Run as `python -m examples.studies.length_policies.simulate --help` shows. The classes of hf_spec
-make every decision: `AdaptiveLengthDrafter` with the default length policy. Simulated are the draft
-model, which proposes what `traces.py` recorded, the target, which gives the recorded answer, and the
-clock. A step of the target takes 1, and each further node `node_cost`; a draft token takes
-`draft_cost`, and reading a token `read_cost` of that. The drafter measures times with noise and
-outliers; the reported times are those without.
+make every decision, with default options. Simulated are the draft model, which proposes what
+`traces.py` recorded, the target, which gives the recorded answer, and the clock. A step of the
+target takes 1, and each further node `node_cost`; a draft token takes `draft_cost`, and reading a
+token `read_cost` of that. The drafter measures times with noise and outliers; the reported times
+are those without.
 
 After the first wrong token, a draft goes on with the proposals of the following positions, since
 the draft model's own continuation of a wrong text was not recorded.
@@ -19,7 +19,7 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import MaxLengthCriteria
 
 from examples.studies.length_policies.traces import SCALE
-from hf_spec import DraftConfig, TreeConfig
+from hf_spec import AutoConfig, DraftConfig, LookupConfig, TreeConfig
 from hf_spec.backend.device.clock import Clock
 from hf_spec.common.files import write_json
 from hf_spec.drafting.cost_model import cost_model_drafter
+from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, DraftSource
+from hf_spec.drafting.cost_model.cost_curves import RoundTimes
+from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter, adapt_length
 from hf_spec.drafting.length_policy import make_policy
 from hf_spec.drafting.level_drafter import LevelDrafter
 from hf_spec.drafting.tree_growth import Growth, NextTokens
@@ -40,6 +43,9 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.methods.draft_model.loading import wide_tree
+from hf_spec.methods.lookup.drafter import lookup_sources
+from hf_spec.methods.registry import make_drafter
 
 DRAFT_COSTS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 NODE_COSTS = (0.005, 0.02, 0.08)
@@ -117,20 +123,14 @@ class TraceDrafter(LevelDrafter):
     """Proposes what was recorded at each position, and lets the time of a draft model pass."""
 
     forwards = 0  # type: ignore[assignment]
-    timing_key = "trace"  # type: ignore[assignment]
 
-    def __init__(self, config: Any, policy: Any, simulation: Simulation, session: Any):
+    def __init__(self, config: Any, policy: Any, simulation: Simulation, answer: Answer):
         super().__init__(config, policy)
-        self.simulation, self.timing_key = simulation, session
-        self.answer: Answer
+        self.simulation, self.answer, self._read = simulation, answer, 0
 
     def relative_cost(self, target: Any) -> float:
         """Return the cost that sizes suggest, which is a quarter too low here."""
         return 0.8 * self.simulation.machine.draft_cost
-
-    def begin(self, answer: Answer) -> None:
-        """Continue with another answer."""
-        self.answer, self._read = answer, 0
 
     def next_tokens(self, state: GenerationState, growth: Growth) -> NextTokens:
         """Return the recorded tokens; all nodes of a level have the same ones."""
@@ -157,13 +157,23 @@ def tiny_target() -> LlamaForCausalLM:
 TARGET = tiny_target()
 
 
-def make(strategy: str, simulation: Simulation, session: Any) -> tuple[Drafter, TraceDrafter]:
-    """Return the strategy under the cost model, and its simulated draft model."""
+def make(strategy: str, simulation: Simulation, answer: Answer) -> Drafter:
+    """Return a strategy under the cost model, with a simulated draft model if it has one."""
+    if strategy == "lookup":
+        return make_drafter(LookupConfig(), TARGET, None)
     config = (DraftConfig() if strategy == "draft" else TreeConfig()).resolve(measures=True)
+    if strategy == "auto":
+        config = wide_tree("unpadded").resolve(measures=True)
     policy = make_policy(config, TARGET)
-    inner = TraceDrafter(config, policy, simulation, session)
-    width = min(config.shape.children, 4)
-    return cost_model_drafter.adapt_length(inner, policy, TARGET, config, width), inner
+    inner = TraceDrafter(config, policy, simulation, answer)
+    if strategy != "auto":
+        width = min(config.shape.children, NODES_PER_LEVEL)
+        return adapt_length(inner, policy, TARGET, config, width)
+    options = AutoConfig()
+    free = lookup_sources(LookupConfig(), options.max_draft_tokens)
+    assistants = [DraftSource("tree", inner, options.max_draft_tokens)]
+    bounds = Bounds(options.max_draft_tokens, options.max_nodes)
+    return CostModelDrafter(free, assistants, TARGET, "auto", bounds)
 
 
 def generate(drafter: Drafter, simulation: Simulation, answer: Answer) -> dict[str, Any]:
@@ -173,7 +183,7 @@ def generate(drafter: Drafter, simulation: Simulation, answer: Answer) -> dict[s
     state = GenerationState.create(
         ids, torch.ones_like(ids), StopRules([MaxLengthCriteria(longest)], 1)
     )
-    start, rounds, drafted, accepted_tokens = simulation.spent, 0, 0, 0
+    start, rounds, drafted = simulation.spent, 0, 0
     with drafter.active(state):
         while state.unfinished:
             tree = drafter.draft(state, state.draft_limits)
@@ -183,7 +193,6 @@ def generate(drafter: Drafter, simulation: Simulation, answer: Answer) -> dict[s
             drafter.observe(verdict, ForwardOutput(torch.empty(0)))
             rounds += 1
             drafted += tree.num_nodes - 1
-            accepted_tokens += len(verdict.accepted[0])
     return {"time": simulation.spent - start, "rounds": rounds, "drafted": drafted}
 
 
@@ -232,12 +241,11 @@ def study(
     simulation = Simulation(machine, seed)
     cost_model_drafter.clock_of = lambda _: simulation  # type: ignore[assignment]
     runs, fixed = [], []
-    session: object = object()
     for answer in answers:
-        session = object() if cold else session
-        drafter, inner = make(strategy, simulation, session)
-        inner.begin(answer)
-        runs.append(generate(drafter, simulation, answer))
+        if cold or not runs:
+            times = RoundTimes()
+            cost_model_drafter.cached_times = lambda *_, times=times: times  # type: ignore
+        runs.append(generate(make(strategy, simulation, answer), simulation, answer))
         fixed.append([fixed_time(answer, machine, length) for length in FIXED_LENGTHS])
     totals = [sum(times) for times in zip(*fixed, strict=True)]
     policy = sum(run["time"] for run in runs)
@@ -261,7 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--assistant", required=True)
-    parser.add_argument("--strategy", default="draft", choices=("draft", "tree"))
+    parser.add_argument("--strategy", default="draft", choices=("draft", "tree", "lookup", "auto"))
     parser.add_argument("--answers", type=int, help="use every Nth answer only", default=1)
     parser.add_argument("--cold", action="store_true", help="nothing is known before each answer")
     parser.add_argument("--out", type=Path)

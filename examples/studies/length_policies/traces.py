@@ -2,8 +2,8 @@
 
 Run as `python -m examples.studies.length_policies.traces --help` shows. A greedy draft is right
 exactly as long as its tokens equal the answer's. So one proposal per position, made after the
-answer's own prefix, is enough to replay any draft length later; no time is measured here. The record
-is written after every prompt, and an interrupted command resumes.
+answer's own prefix, is enough to replay any draft length later; no time is measured here. The
+record is written after every prompt, and an interrupted command resumes.
 """
 
 from __future__ import annotations

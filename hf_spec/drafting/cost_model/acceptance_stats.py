@@ -190,6 +190,23 @@ class DraftSource:
             depth += 1
         return depth
 
+    def with_trials(
+        self, depths: Mapping[int, int], max_depths: Mapping[int, int], cost: float
+    ) -> dict[int, int]:
+        """Return the depths, and those of trials in rows where the drafter was not chosen.
+
+        A trial costs `cost` steps of the target. Forward passes are shared, so all these rows are
+        tried as soon as one is due.
+        """
+        open_rows = [row for row, most in max_depths.items() if most]
+        idle = [row for row in open_rows if not depths[row]]
+        # Every row notes the cost.
+        tried = any([self.explorations[row].is_due(cost) for row in idle])
+        for row in open_rows:
+            self.explorations[row].record(depths[row] > 0, tried and not depths[row])
+        trial = dict.fromkeys(idle, self.trial_depth) if tried else {}
+        return {row: min(most, trial.get(row, depths[row])) for row, most in max_depths.items()}
+
     def unread(self, state: GenerationState, rows: Iterable[int]) -> int:
         """Return how many tokens of `rows` the drafter has not read yet."""
         return sum(len(state.tokens[row]) - self.read.get(row, 0) for row in rows)

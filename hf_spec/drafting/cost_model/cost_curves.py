@@ -41,14 +41,14 @@ READ_COST = 0.05
 MAX_UNREAD = 8
 # Sizes at which timings are stored. Other sizes are recorded at the nearest one.
 KNOTS = (1, 2, 3, *(base * 2**power for power in range(2, 20) for base in (1, 1.5)))
-# The cost of a size is the median of its last timings, the lower one of an even number: single rounds
-# take several times as long, because of other processes or a compilation.
+# The cost of a size is the median of its last timings, the lower one of an even number: single
+# rounds take several times as long, because of other processes or a compilation.
 NUM_TIMINGS = 15
 # A single timing of more than this many times the estimate before is not believed, until there is a
 # second one: a size that seems too expensive would never be timed again.
 LARGEST_FACTOR = 1.5
-# The timings of a size are dropped after this many timings of other sizes: the machine may have been
-# slower then.
+# The timings of a size are dropped after this many timings of other sizes: the machine may have
+# been slower then.
 LIFETIME = 100
 # Timings of one size after which its cost is considered known.
 NUM_RELIABLE = 2
@@ -88,24 +88,21 @@ class SizeTimings(NamedTuple):
         number: number of timings.
         last: index of the last timing among those of all sizes.
         seconds: the last `NUM_TIMINGS`.
+        cost: the estimate.
     """
 
     before: float
     number: int = 0
     last: int = 0
     seconds: tuple[float, ...] = ()
+    cost: float = math.inf
 
     def with_timing(self, seconds: float, index: int) -> SizeTimings:
         """Return the timings and another one."""
-        kept = self.seconds[1 - NUM_TIMINGS :]
-        return SizeTimings(self.before, self.number + 1, index, (*kept, seconds))
-
-    @property
-    def cost(self) -> float:
-        """The estimate."""
-        if self.number == 1 and self.seconds[0] > LARGEST_FACTOR * self.before:
-            return self.before
-        return median_low(self.seconds)
+        kept = (*self.seconds[1 - NUM_TIMINGS :], seconds)
+        believed = self.number > 0 or seconds <= LARGEST_FACTOR * self.before
+        cost = median_low(kept) if believed else self.before
+        return SizeTimings(self.before, self.number + 1, index, kept, cost)
 
 
 class LearnedCurve:
@@ -143,7 +140,7 @@ class LearnedCurve:
         return seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
 
     def learn(self, size: float, seconds: float, expected: float = math.inf) -> None:
-        """Record one timing at the knot nearest to `size`; `expected` seconds if it is the first."""
+        """Record one timing at the knot nearest to `size`; `expected` is for the first of all."""
         above = bisect_right(KNOTS, size)
         neighbors = KNOTS[max(above - 1, 0) : above + 1]
         knot = min(neighbors, key=lambda knot: abs(math.log(knot / size)))
@@ -161,8 +158,9 @@ class LearnedCurve:
 class Costs:
     """Seconds of the target's forward pass by nodes, and of each drafter's draft by depth.
 
-    `read` are those in which a drafter reads a number of new tokens before it drafts. `branch` is the weight with which the nodes above a branch count again, because recurrent layers
-    run every path of a tree from its root.
+    `read` are those in which a drafter reads a number of new tokens before it drafts. `branch` is
+    the weight with which the nodes above a branch count again, because recurrent layers run every
+    path of a tree from its root.
     """
 
     verify: Callable[[float], float]

@@ -58,7 +58,8 @@ class CostModelDrafter(Drafter):
 
     Round costs and acceptance rates are measured and cached on the target, keyed by `key` and the
     set of drafters, unless `costs` are configured. Until the cost of a step without a draft is
-    known, nothing is drafted. Drafters that are not expected to pay are tried again (`exploration`).
+    known, nothing is drafted. Drafters that are not expected to pay are tried again, see
+    `hf_spec.drafting.cost_model.exploration`.
 
     Attributes:
         free: drafters with negligible cost, which run in every round.
@@ -166,7 +167,8 @@ class CostModelDrafter(Drafter):
         whole: DraftTree | None = None
         for source in self.assistants:
             drafter, depths = source.drafter, self._draft_depths(source, plan, max_depths)
-            self._explore(source, depths, base, max_depths, reading[source.name])
+            cost = self._trial_steps(source, base, len(trees), reading[source.name])
+            depths = source.with_trials(depths, max_depths, cost)
             drafting_rows = [row for row, depth in depths.items() if depth]
             deepest, unread = max(depths.values(), default=0), source.unread(state, drafting_rows)
             with self._timer.time_draft(source.name, drafter, deepest, unread):
@@ -202,9 +204,10 @@ class CostModelDrafter(Drafter):
         """Return True if nothing is drafted, because the cost of a plain step is not known."""
         if self._times is None or self._times.verify.is_reliable(rows):
             return False
+        measures = self._plain_steps < PLAIN_STEPS
         # The first round runs the prompt and is not timed.
         self._plain_steps += not self._timer.is_first
-        return self._plain_steps <= PLAIN_STEPS
+        return measures
 
     def _reading_seconds(
         self, source: DraftSource, state: GenerationState, rows: Iterable[int]
@@ -212,27 +215,15 @@ class CostModelDrafter(Drafter):
         read = self._costs.read.get(source.name)
         return read(source.unread(state, rows)) if read is not None else 0.0
 
-    def _explore(
-        self,
-        source: DraftSource,
-        depths: dict[int, int],
-        base: PlannedRound,
-        max_depths: Mapping[int, int],
-        reading_seconds: float,
-    ) -> None:
-        """Extend `depths` to the rows in which the drafter is tried although it does not pay."""
-        costs, rows = self._costs, len(depths)
-        depth = source.trial_depth
-        seconds = reading_seconds + costs.draft.get(source.name, lambda _: 0.0)(depth)
-        seconds += costs.verify(base.nodes + rows) - costs.verify(base.nodes)
-        cost = seconds / max(costs.verify(rows), 1e-9) / max(rows, 1)
-        for row, most in max_depths.items():
-            if most:
-                chosen = depths[row] > 0
-                tried = not chosen and source.explorations[row].is_due(cost)
-                source.explorations[row].record(chosen, tried)
-                if tried:
-                    depths[row] = min(depth, most)
+    def _trial_steps(
+        self, source: DraftSource, base: PlannedRound, rows: int, reading_seconds: float
+    ) -> float:
+        """Return the cost of the shortest draft for all rows, in steps of the target."""
+        draft, verify, rows = self._costs.draft.get(source.name), self._costs.verify
+        seconds = reading_seconds + verify(base.nodes + rows) - verify(base.nodes)
+        if draft is not None:
+            seconds += draft(source.trial_depth)
+        return seconds / max(verify(rows), 1e-9)
 
     def _draft_depths(
         self, source: DraftSource, plan: PlannedRound, max_depths: Mapping[int, int]

@@ -2,9 +2,9 @@
 
 Only drafting shows whether drafts pay. A drafter that the cost model does not choose is therefore
 tried again: after a wait in proportion to the cost of the trial, which doubles with every trial
-that did not make the drafter pay. So in N rounds there are O(log N) trials, and the time that they
-lose is bounded by a logarithm, too. A trial is the shortest draft: its first level is checked by the
-target's own token, even if no draft node is sent.
+that did not make the drafter pay. So N rounds have O(log N) trials, and the time that they lose is
+bounded by a logarithm, too. A trial is the cheapest draft. The target's own next token shows
+whether its first level is right, even if no draft node is sent.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class Exploration:
     def restart(self) -> None:
         """Begin another text, on which the drafter may be better: shorten the wait."""
         self.trials //= 2
+        # The drafter has not read this text.
+        self.cost = 0.0
 
     def is_due(self, cost: float) -> bool:
         """Return True if a trial that costs `cost` steps of the target may run in this round."""
-        if self.idle == 0:
+        if self.idle == 0 or not self.cost:
             self.cost = cost
         return self.idle >= WAIT_PER_STEP * self.cost * 2 ** min(self.trials, MOST_DOUBLINGS)
 

@@ -19,6 +19,10 @@ from itertools import accumulate
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs
 
+# The expected saving must be this many times the time of reading: expected rates may be wrong, and
+# the generation may end early.
+SAVING_FACTOR = 2.0
+
 
 @dataclass(frozen=True)
 class Horizon:
@@ -34,7 +38,8 @@ class Horizon:
 
     def repays(self, name: str, before: float, after: float) -> bool:
         """Return True if a rate that rises from `before` to `after` saves the reading time."""
-        return self.tokens * (1.0 / before - 1.0 / after) >= self.reading_seconds.get(name, 0.0)
+        saved = self.tokens * (1.0 / before - 1.0 / after)
+        return saved >= SAVING_FACTOR * self.reading_seconds.get(name, 0.0)
 
 
 @dataclass(frozen=True)

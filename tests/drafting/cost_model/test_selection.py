@@ -13,6 +13,7 @@ import torch
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs, Curve
 from hf_spec.drafting.cost_model.selection import (
+    SAVING_FACTOR,
     Horizon,
     PlannedRound,
     choose_nodes,
@@ -113,7 +114,7 @@ class TestHorizon:
         base, _ = choose_nodes(known, trees, 40)
         source: Any = Level("good", 0.9, 0.9, 0.9)
         best = choose_sources(base, trees, [source], {0: 9}, Horizon())
-        saved = 50 * (1 / base.rate - 1 / best.rate)
+        saved = 50 * (1 / base.rate - 1 / best.rate) / SAVING_FACTOR
         for reading, chosen in ((0.99 * saved, {"good": {0: 3}}), (1.01 * saved, {})):
             horizon = Horizon(50, {"good": reading})
             assert choose_sources(base, trees, [source], {0: 9}, horizon).depths == chosen
