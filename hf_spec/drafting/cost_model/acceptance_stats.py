@@ -200,8 +200,8 @@ class DraftSource:
         """
         open_rows = [row for row, most in max_depths.items() if most]
         idle = [row for row in open_rows if not depths[row]]
-        # Every row notes the cost.
-        tried = any([self.explorations[row].is_due(cost) for row in idle])
+        due = [self.explorations[row].is_due(cost) for row in idle]
+        tried = any(due)
         for row in open_rows:
             self.explorations[row].record(depths[row] > 0, tried and not depths[row])
         trial = dict.fromkeys(idle, self.trial_depth) if tried else {}

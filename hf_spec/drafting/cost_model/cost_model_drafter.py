@@ -219,7 +219,7 @@ class CostModelDrafter(Drafter):
         self, source: DraftSource, base: PlannedRound, rows: int, reading_seconds: float
     ) -> float:
         """Return the cost of the shortest draft for all rows, in steps of the target."""
-        draft, verify, rows = self._costs.draft.get(source.name), self._costs.verify
+        draft, verify = self._costs.draft.get(source.name), self._costs.verify
         seconds = reading_seconds + verify(base.nodes + rows) - verify(base.nodes)
         if draft is not None:
             seconds += draft(source.trial_depth)
