@@ -49,7 +49,6 @@ from hf_spec.methods.registry import make_drafter
 
 DRAFT_COSTS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 NODE_COSTS = (0.005, 0.02, 0.08)
-READ_COSTS = (0.05,)
 FIXED_LENGTHS = range(17)
 
 
@@ -104,7 +103,7 @@ class Simulation(Clock):
     def __init__(self, machine: Machine, seed: int = 0):
         self.machine = machine
         self.now = self.spent = 0.0
-        self._random = random.Random(seed)  # noqa: S311 - no secret
+        self._random = random.Random(seed)
 
     def mark(self) -> float:
         """See `Clock`."""
@@ -270,20 +269,21 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--assistant", required=True)
     parser.add_argument("--strategy", default="draft", choices=("draft", "tree", "lookup", "auto"))
-    parser.add_argument("--answers", type=int, help="use every Nth answer only", default=1)
-    parser.add_argument("--cold", action="store_true", help="nothing is known before each answer")
+    parser.add_argument("--node-cost", type=float, action="append")
+    parser.add_argument("--every", type=int, help="use every Nth answer only", default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    answers = load(options.traces, options.assistant)[:: options.answers]
+    answers = load(options.traces, options.assistant)[:: options.every]
+    node_costs = options.node_cost or NODE_COSTS
     cells = []
-    for draft_cost, node_cost, read_cost in itertools.product(DRAFT_COSTS, NODE_COSTS, READ_COSTS):
-        machine = Machine(draft_cost, node_cost, read_cost)
-        cell = study(answers, machine, options.strategy, options.cold)
+    for cold, draft_cost, node_cost in itertools.product((True, False), DRAFT_COSTS, node_costs):
+        cell = study(answers, Machine(draft_cost, node_cost), options.strategy, cold)
         cells.append(cell)
         print(
-            f"draft {draft_cost:<5} node {node_cost:<6} best {cell['best_length']:>2} "
-            f"speedup {cell['speedup']:.2f} over best fixed {cell['over_best_fixed']:.3f} "
+            f"{'cold' if cold else 'warm'} draft {draft_cost:<5} node {node_cost:<6} "
+            f"best {cell['best_length']:>2} speedup {cell['speedup']:.2f} "
+            f"over best fixed {cell['over_best_fixed']:.3f} "
             f"best of each {cell['over_best_of_each']:.3f} none {cell['over_none']:.3f} "
             f"worst {cell['worst_over_none']:.3f}",
             flush=True,
