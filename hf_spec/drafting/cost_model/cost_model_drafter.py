@@ -167,7 +167,9 @@ class CostModelDrafter(Drafter):
         whole: DraftTree | None = None
         for source in self.assistants:
             drafter, depths = source.drafter, self._draft_depths(source, plan, max_depths)
-            cost = self._trial_steps(source, base, len(trees), reading[source.name])
+            cost = 0.0
+            if any(source.explorations[row].needs_cost for row in depths):
+                cost = self._trial_steps(source, base, len(trees), reading[source.name])
             depths = source.with_trials(depths, max_depths, cost)
             drafting_rows = [row for row, depth in depths.items() if depth]
             deepest, unread = max(depths.values(), default=0), source.unread(state, drafting_rows)

@@ -38,9 +38,14 @@ class Exploration:
         # The drafter has not read this text.
         self.cost = 0.0
 
+    @property
+    def needs_cost(self) -> bool:
+        """True if `is_due` reads its argument in this round."""
+        return self.idle == 0 or not self.cost
+
     def is_due(self, cost: float) -> bool:
         """Return True if a trial that costs `cost` steps of the target may run in this round."""
-        if self.idle == 0 or not self.cost:
+        if self.needs_cost:
             self.cost = cost
         return self.idle >= WAIT_PER_STEP * self.cost * 2 ** min(self.trials, MOST_DOUBLINGS)
 
