@@ -77,8 +77,7 @@ def _device(name: str | None) -> torch.device:
 
 def _load(kind: Any, name: str, **arguments: Any) -> Any:
     try:
-        # Without a value, transformers asks in the terminal whether to run remote code.
-        return load_named(kind, name, trust_remote_code=False, **arguments)
+        return load_named(kind, name, **arguments)
     except SpecError:
         raise
     except (OSError, ValueError, SafetensorError) as error:

@@ -99,7 +99,7 @@ class UiSettings(Settings):
     port: Annotated[int, Within(0, 65535)] = 7860
 
 
-def check_model_name(name: str) -> str:
+def _check_model_name(name: str) -> str:
     """Return a valid model name; raises the errors of `hf_spec.common.hub.check_name`."""
     # Imports huggingface_hub, which takes a moment.
     from hf_spec.common.hub import check_name
@@ -109,7 +109,7 @@ def check_model_name(name: str) -> str:
 
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="Target model, folder or Hub id.", callback=check_model_name)
+    str, typer.Argument(help="Target model, folder or Hub id.", callback=_check_model_name)
 ]
 # Arguments of an option that names an existing file.
 FILE: Any = {"exists": True, "dir_okay": False}

@@ -66,6 +66,7 @@ def test_settings_have_panels_of_their_own(page: Any) -> None:
         ("train falcon m --warm-up 0", "--warmup-ratio"),
         ("bench m --batch 8", "--batch-size"),
         ("bench m --new-tokens 8", "--max-new-tokens"),
+        ("bench m --no-basline", "--no-baselines"),
         ("bench m --sample", "--do-sample"),
         ("verify m --new-tokens 8", "--max-new-tokens"),
         ("serve m --max-batch 8", "--max-num-seqs"),

@@ -19,7 +19,7 @@ from itertools import accumulate
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs
 
-# Of `LossBudget`, in plain steps.
+# Start and growth of a `LossBudget`, in plain steps.
 INITIAL_STEPS = 1.0
 STEPS_PER_TOKEN = 0.01
 # Share of a draft's expected gain that it may lose on top of the budget.
