@@ -36,6 +36,7 @@ from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from tests.forked_python import ForkedPython
 from tests.installed import ROOT, Built, build, install
 from tests.model_watch import left_behind
+from tests.tiers import runs_by_default
 from tests.tiny_models import SHARED
 
 # Two processes share the files; what lasts minutes begins while there is other work beside it.
@@ -48,10 +49,15 @@ LONGEST = (
 )
 
 
+# Before pytest deselects by marker.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first."""
+    """Put the longest files first, and mark `full` what no `by_default` marker selects."""
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+    for item in items:
+        if item.get_closest_marker("slow") is None and not runs_by_default(item):
+            item.add_marker(pytest.mark.full)
 
 
 def pytest_collection_finish() -> None:

@@ -21,6 +21,7 @@ from hf_spec.common.compat import CACHE_NAME, output_cache
 from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
+from tests.tiers import FEW_STRATEGIES
 
 NEW_TOKENS = 16
 STRATEGIES = tiny_models.MATRIX
@@ -102,6 +103,7 @@ def orders(size: int) -> list[list[int]]:
     return [list(range(size)), list(range(20, 20 + size))[::-1], mixed[:size]]
 
 
+@pytest.mark.by_default(size=(5,))
 @pytest.mark.smoke
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [2, 5, 16])
@@ -110,6 +112,7 @@ def test_batches_of_any_size_and_order(size: int, strategy: str) -> None:
         check_batch(name, strategy, rows)
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("batching", [name for name in BATCHING if name != "unpadded"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_way_to_pad_is_exact(strategy: str, batching: str) -> None:
@@ -186,6 +189,7 @@ def test_the_option_is_named() -> None:
     assert LookupConfig(3).match_length == 3
 
 
+@pytest.mark.by_default(name=("llama",))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 def test_forty_prompts_on_six_slots(name: str, strategy: str) -> None:

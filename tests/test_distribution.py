@@ -445,6 +445,7 @@ SLOW_TREES = [
 NAMES = [f"{strategy}-{'-'.join(settings) or 'plain'}" for strategy, settings in CASES]
 
 
+@pytest.mark.by_default(settings=lambda settings: settings in (PLAIN, REPETITION))
 @pytest.mark.parametrize(("strategy", "settings"), CASES, ids=NAMES)
 def test_joint_distribution_of_the_first_tokens(strategy: str, settings: dict[str, Any]) -> None:
     assert worst_p_value([REPETITIVE], settings, strategy) > ALPHA
@@ -461,6 +462,7 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
     assert worst_p_value([[5, 6, 5]], NO_REPEATS, strategy) > ALPHA
 
 
+@pytest.mark.by_default(strategy=("lookup", "measured", "merging"))
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -52,6 +52,7 @@ def mypy(user: User, code: str) -> list[str]:
     return user.python(report).splitlines()
 
 
+@pytest.mark.full
 def test_a_type_checker_has_no_complaint_about_the_quickstart(user: User) -> None:
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -98,6 +99,7 @@ def test_nothing_else_can_be_imported_from_the_checkout(user: User, source: Path
     assert user.python(code) == "None None\n"
 
 
+@pytest.mark.full
 def test_it_runs_without_and_beside_the_package_called_kernels(user: User) -> None:
     run = "import hf_spec, hf_spec_kernels, transformers; print(hf_spec.known_strategies())"
     assert "lookup" in user.python(run)

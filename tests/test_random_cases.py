@@ -54,6 +54,7 @@ def _on_the_same_model(case: Case, number: int) -> Case:
     return Case(case.model, strategy, other.changes, other.lengths, other.seed, other.options)
 
 
+@pytest.mark.by_default(start=(0,))
 @pytest.mark.smoke
 @pytest.mark.parametrize("start", range(0, 60, 20))
 def test_random_cases(start: int) -> None:
@@ -64,6 +65,7 @@ def test_random_cases_in_two_threads() -> None:
     check_in_two_threads(range(15))
 
 
+@pytest.mark.full
 @needs_compiler
 def test_random_cases_with_compiled_layers() -> None:
     check(range(5000, 5030), compile=True)

@@ -158,6 +158,7 @@ def answered(page: Page) -> Page:
     return page
 
 
+@pytest.mark.full
 def test_both_answers_are_that_of_generate(answered: Page) -> None:
     assert answered.texts() == [plain(PROMPT, NEW_TOKENS)] * 2
     titles = [head.text for head in answered.all(".hs-answers h3")]
@@ -214,6 +215,7 @@ def test_another_strategy(answered: Page) -> None:
     assert answered.all(".hs-answers h3")[1].text == TREE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "message"),
     [("", "the prompt is empty"), ("ba" * 250, "exceeds the model's context")],

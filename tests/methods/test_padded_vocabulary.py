@@ -31,6 +31,7 @@ def strategies(name: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.by_default(name=("llama",))
 @pytest.mark.parametrize("kind", ["one", "ragged"])
 @pytest.mark.parametrize("rows", WIDTHS)
 @pytest.mark.parametrize("strategy", ["draft", "tree", "gsd", "disco", "auto"])

@@ -14,7 +14,7 @@ from hf_spec.evaluation.lossless.verify import verify
 from hf_spec.evaluation.settings import SamplingPlan, VerificationPlan
 from tests.tiny_models import left_padded
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 NEW_TOKENS = 24
 PROMPTS = load_prompts(per_task=1)

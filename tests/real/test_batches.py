@@ -11,7 +11,7 @@ import torch
 from hf_spec import BatchTextStreamer, DraftConfig, LookupConfig
 from hf_spec.common.prompts import left_padded, load_prompts
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 NEW_TOKENS = 12
 PROMPTS = load_prompts(per_task=2)

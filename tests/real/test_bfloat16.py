@@ -13,7 +13,7 @@ from hf_spec import FalconConfig, LookupConfig, NoneConfig
 from hf_spec.common.prompts import load_prompts
 from tests.compiler import needs_compiler
 
-pytestmark = [pytest.mark.real, needs_compiler]
+pytestmark = [pytest.mark.real, needs_compiler, pytest.mark.full]
 
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 

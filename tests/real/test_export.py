@@ -13,7 +13,7 @@ from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.trace.rounds import record_rounds
 from hf_spec.methods.exporting import export_head
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 HEAD = Path(__file__).parents[2] / "examples" / "adapters" / "smollm2-135m-eagle3"
 [PROMPT] = load_prompts(per_task=1, tasks=["code"])

@@ -17,7 +17,7 @@ from hf_spec import FalconConfig
 from hf_spec.common.prompts import load_prompts
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 NEW_TOKENS = 32
 QUICK_NEW_TOKENS = 16

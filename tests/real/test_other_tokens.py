@@ -10,7 +10,7 @@ import torch
 from hf_spec import DraftConfig, TreeConfig
 from hf_spec.common.prompts import load_prompts
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 # Per case the target, the options, the numbers of the prompts, new tokens, and the least tokens
 # accepted per target forward. Recorded with 24 tokens: 2.43 and 1.67 for the chain, 3.00 for the

@@ -87,6 +87,7 @@ def answer(smollm2: Any) -> Callable[[str, Prompt], Any]:
     return lambda strategy, prompt: ask(strategy, PROMPTS.index(prompt))
 
 
+@pytest.mark.by_default(prompt=lambda prompt: prompt is SHORTEST)
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.id)
 @pytest.mark.parametrize("strategy", ASSISTANTS)
 def test_one_prompt(
@@ -107,6 +108,7 @@ def test_one_prompt_more_and_longer(prompt: Prompt, smollm2: Any) -> None:
         assert speculate(model, strategy, **given).sequences.tolist() == expected, strategy
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ASSISTANTS)
 def test_ragged_batch(strategy: str, smollm2: Any, batch: tuple[dict[str, Tensor], Tensor]) -> None:
     inputs, plain = batch
@@ -116,6 +118,7 @@ def test_ragged_batch(strategy: str, smollm2: Any, batch: tuple[dict[str, Tensor
         assert got.tolist() == wanted.tolist(), f"row {row}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("strategy", "tau"),
     [
@@ -141,6 +144,7 @@ def padded_drafts(smollm2: Any) -> list[Any]:
     return [padded(draft, num_embeddings(smollm2[0]) + rows) for rows in (0, 128, -128)]
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("strategy", ["draft", "tree"])
 def test_drafts_padded_to_another_size(
@@ -165,6 +169,7 @@ def test_drafts_padded_to_another_size(
     assert accepted[1] == accepted[0]
 
 
+@pytest.mark.full
 def test_adaptive_tokens_leave_the_logits_alone(smollm2: Any) -> None:
     """To the bit, while the adapter hangs on the model."""
     model, tokenizer = smollm2
@@ -176,6 +181,7 @@ def test_adaptive_tokens_leave_the_logits_alone(smollm2: Any) -> None:
             assert torch.equal(model(ids).logits, untouched)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("block_size", "tree"),
     [

@@ -39,6 +39,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestAClientThatLeaves:
+    @pytest.mark.by_default(path=("chat/completions",))
     @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
     def test_frees_its_slot_where_the_answer_is_not_streamed(
         self, served: Served, slow: None, path: str
@@ -85,6 +86,7 @@ class TestTheEnd:
         assert text == plain("babebi", 40)
         assert pieces[-1].choices[0].finish_reason == "length"
 
+    @pytest.mark.by_default(path=("chat/completions",))
     @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
     def test_a_stream_that_takes_too_long_ends_with_an_error(
         self, served: Served, slow: None, monkeypatch: pytest.MonkeyPatch, path: str

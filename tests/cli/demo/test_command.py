@@ -79,6 +79,7 @@ def test_mistakes_are_told_before_the_model_is_loaded(
     assert result.exit_code == 2
 
 
+@pytest.mark.full
 @pytest.mark.real
 def test_the_real_model_with_everything(
     smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch

@@ -66,6 +66,7 @@ def generate(strategy: Any, given: Any, kind: str = "one", **settings: Any) -> A
 
 
 class TestOutput:
+    @pytest.mark.by_default(kind=("ragged",))
     @pytest.mark.parametrize("kind", ["one", "ragged"])
     @pytest.mark.parametrize("name", NAMES)
     @pytest.mark.parametrize("pairs", [(0.0, 0.0), (0.02, 0.1), (0.5, 0.9)])

@@ -245,6 +245,7 @@ class TestGenerate:
         adapter, model = load_adapter(disco_adapter("llama")), build("llama")
         assert disco.find_draft_model(adapter, model) is disco.find_draft_model(adapter, model)
 
+    @pytest.mark.by_default(name=("gemma3",))
     @pytest.mark.parametrize("kind", [TreeConfig, GsdConfig])
     @pytest.mark.parametrize("inputs", ["one", "ragged"])
     @pytest.mark.parametrize("name", ["llama", "bloom", "gemma3"])

@@ -147,6 +147,7 @@ def check_against_reference(
 
 
 class TestDrafts:
+    @pytest.mark.by_default(name=("gemma3",))
     @pytest.mark.parametrize("recurrent", [False, True])
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -249,6 +250,7 @@ class TestDrafts:
 
 
 class TestIdentity:
+    @pytest.mark.by_default(size=(1, 2))
     @pytest.mark.parametrize("tree", ["auto", "chain", BUSHY.paths])
     @pytest.mark.parametrize("size", SIZES)
     def test_greedy(self, size: int, tree: Any) -> None:
@@ -261,6 +263,7 @@ class TestIdentity:
                 output = generate(name, kind, head, 12, tree=tree)
                 assert torch.equal(output.sequences, plain)
 
+    @pytest.mark.by_default(name=("llama",))
     @pytest.mark.parametrize("tree", ["falcon-vicuna", "falcon-llama"])
     @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
     def test_published_trees(self, name: str, tree: str) -> None:

@@ -14,6 +14,7 @@ from tests.tiny_models import build, settled_prompt
 DEPTH = 6
 
 
+@pytest.mark.by_default(name=("gemma3",))
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

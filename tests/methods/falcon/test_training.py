@@ -42,6 +42,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
 
 
+@pytest.mark.by_default(vocabulary_size=(60,))
 @pytest.mark.parametrize(
     ("shape", "vocabulary_size"),
     [

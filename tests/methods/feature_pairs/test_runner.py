@@ -39,6 +39,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 class TestFeed:
+    @pytest.mark.by_default(name=("gemma3",))
     @pytest.mark.parametrize("recurrent", [False, True])
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])

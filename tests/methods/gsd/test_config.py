@@ -31,6 +31,7 @@ WIDE = {
 }
 
 
+@pytest.mark.by_default(name=("gemma3",))
 @pytest.mark.parametrize("merge_length", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 def test_greedy_is_identical(name: str, merge_length: int | None) -> None:
@@ -123,6 +124,7 @@ def test_refused_options(options: dict[str, Any]) -> None:
         hf_spec.GsdConfig(**options)
 
 
+@pytest.mark.by_default(name=("gemma3",))
 @pytest.mark.parametrize("policy", ["static", "heuristic", "confidence"])
 @pytest.mark.parametrize("lossy", [False, True], ids=["lossless", "lossy"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])

@@ -50,6 +50,7 @@ def generate(name: str, kind: str = "one", **options: Any) -> Any:
 
 
 class TestGreedyIsIdentical:
+    @pytest.mark.by_default(name=("llama",), k=(1, 5, 13))
     @BOTH
     @pytest.mark.parametrize("k", [1, 3, 5, 7, 13])
     @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
@@ -60,6 +61,7 @@ class TestGreedyIsIdentical:
             assert torch.equal(output.sequences, generate(name, kind).sequences)
             assert output.spec_stats.drafted_tokens > 0
 
+    @pytest.mark.full
     @BOTH
     @pytest.mark.parametrize("tree", [*TREES, SURE], ids=[*TREES, "sure"])
     def test_trees(self, tree: Any, fused: bool) -> None:

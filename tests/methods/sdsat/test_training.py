@@ -30,6 +30,7 @@ MODES = ("gated", "embeddings", "lora", "full")
 
 
 class TestTraining:
+    @pytest.mark.by_default(diverse=(True,))
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("diverse", [False, True], ids=["identical", "diverse"])
     def test_the_loss_falls(
