@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serving.conftest import Served
+from tests.serving.conftest import Served, starting
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 pytest.importorskip("openai", reason="needs the extra 'serve'")
@@ -53,9 +54,10 @@ class TestHostAndOrigin:
 
 
 class TestKey:
-    @pytest.fixture
-    def locked(self, start: Callable[..., Served]) -> Served:
-        return start(api_key="Schlüssel")
+    @pytest.fixture(scope="class")
+    def locked(self, folder: Path) -> Iterator[Served]:
+        with starting(folder) as begin:
+            yield begin(api_key="Schlüssel")
 
     @pytest.mark.parametrize("given", [None, "Bearer other", "Schlüssel", "Bearer Schlüssel2"])
     def test_is_needed(self, locked: Served, given: str | None) -> None:

@@ -245,10 +245,15 @@ class TestGenerate:
         adapter, model = load_adapter(disco_adapter("llama")), build("llama")
         assert disco.find_draft_model(adapter, model) is disco.find_draft_model(adapter, model)
 
-    @pytest.mark.by_default(name=("gemma3",))
-    @pytest.mark.parametrize("kind", [TreeConfig, GsdConfig])
-    @pytest.mark.parametrize("inputs", ["one", "ragged"])
-    @pytest.mark.parametrize("name", ["llama", "bloom", "gemma3"])
+    @pytest.mark.parametrize(
+        ("name", "inputs", "kind"),
+        [
+            ("llama", "one", GsdConfig),
+            ("llama", "ragged", TreeConfig),
+            ("bloom", "ragged", GsdConfig),
+            ("gemma3", "one", TreeConfig),
+        ],
+    )
     def test_trees_and_graphs_are_exact(self, name: str, inputs: str, kind: Any) -> None:
         model = build(name)
         options = {**prompts(name, inputs), "max_new_tokens": 16, "do_sample": False}
@@ -320,10 +325,6 @@ class TestRefusals:
         with pytest.raises(OptionError, match="adapter='x' is not used by length_policy=None"):
             DraftConfig(adapter="x")
 
-    def test_no_assistant(self) -> None:
-        with pytest.raises(AssistantError, match="assistant="):
-            self.generate(spec_strategy="disco")
-
     def test_a_draft_model_without_an_adapter(self) -> None:
         with pytest.raises(AssistantError, match=r"lacks the classifier: .*DiscoConfig\(adapter="):
             self.generate(spec_strategy="disco", assistant=draft_model("llama"))
@@ -339,8 +340,8 @@ class TestRefusals:
         with pytest.raises(AssistantError, match="'falcon', not 'disco'"):
             self.generate(spec_strategy="disco", assistant=str(tmp_path))
 
-    @pytest.mark.parametrize("other", ["qwen2", "gpt2"])
-    def test_another_target(self, other: str) -> None:
+    def test_another_target(self) -> None:
+        other = "qwen2"
         config = DiscoConfig(adapter=disco_adapter("llama"))
         with pytest.raises(AssistantError, match="trained for"):
             self.generate(build(other), spec_strategy=config, assistant=draft_model(other))

@@ -48,7 +48,6 @@ def rows(folder: Path) -> list[dict[str, float]]:
     [
         (FalconShape(2), 60),
         (FalconShape(3, num_layers=2), None),
-        (FalconShape(1), None),
         (FalconShape(1, fused=True), None),
         (FalconShape(2, recurrent=True), None),
     ],
