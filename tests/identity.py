@@ -46,6 +46,23 @@ def assert_identical(
         raise AssertionError(report)
 
 
+def assert_identical_answers(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    call: Mapping[str, Any],
+    answers: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    **options: Any,
+) -> None:
+    """Compare new tokens per prompt, as `generate_batch()` returns them; see above."""
+    if answers != expected:
+        whole, right = (
+            [[*prompt, *tokens] for prompt, tokens in zip(prompts, rows, strict=True)]
+            for rows in (answers, expected)
+        )
+        assert_identical(model, {**call, "input_ids": prompts}, whole, right, **options)
+
+
 def difference(
     model: Any,
     call: Mapping[str, Any],
