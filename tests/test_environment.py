@@ -77,7 +77,8 @@ def test_what_is_left_of_a_hostile_environment() -> None:
         "NO_PROXY": "index.example",
         "PATH": "/bin",
     }
-    variables = {**HOSTILE, "OPENAI_BASE_URL": "http://127.0.0.1:9", **kept}
+    removed = {"OPENAI_BASE_URL": "http://127.0.0.1:9", "all_proxy": "socks5h://127.0.0.1:9"}
+    variables = {**HOSTILE, **removed, **kept}
     neutralize(variables)
     proxies = {name for name in HOSTILE if name.endswith("_PROXY")}
     assert variables.keys() - kept.keys() - proxies == {
