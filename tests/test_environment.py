@@ -35,7 +35,7 @@ HOSTILE = {
     "LINES": "5",
     "MKL_NUM_THREADS": "3",
     "OMP_NUM_THREADS": "3",
-    "PYTHONWARNINGS": "error",
+    "PYTHONWARNINGS": "always",
     "TERM": "dumb",
     "TERMINAL_WIDTH": "40",
     "TORCH_LOGS": "+dynamo",
