@@ -23,6 +23,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from hf_spec import SpecGenerateOutput, UnsupportedError
 from hf_spec.common.outputs import RowStats
 from tests import tiny_models
+from tests.identity import assert_identical
 from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import ARCHITECTURES, MATRIX, PUBLISHED
 
@@ -127,15 +128,21 @@ def free_tokens(name: str, kind: str) -> Tensor:
     return plain(name, kind)[:, -NEW_TOKENS:]
 
 
-def speculate(name: str, kind: str, strategy: str, **options: Any) -> SpecGenerateOutput:
-    return tiny_models.build(name).generate(
+def check_call(
+    name: str, kind: str, strategy: str, expected: Any, **options: Any
+) -> SpecGenerateOutput:
+    call = {
         **tiny_models.prompts(name, kind),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "return_dict_in_generate": True,
         **tiny_models.speculation(name, strategy),
         **options,
-    )
+    }
+    model = tiny_models.build(name)
+    output = model.generate(**call)
+    assert_identical(model, call, output, expected, tokenizer=tiny_models.tokenizer())
+    return output
 
 
 # A random drafter cannot be had to do this everywhere; the other kind of batch stands in.
@@ -157,9 +164,8 @@ def check_refused(name: str) -> None:
 def check_option(
     name: str, kind: str, strategy: str, option: Callable[[str, str], dict[str, Any]]
 ) -> SpecGenerateOutput:
-    output = speculate(name, kind, strategy, **option(name, kind))
-    assert output.sequences.tolist() == plain(name, kind, option).tolist()
-    return output
+    expected = plain(name, kind, option)
+    return check_call(name, kind, strategy, expected, **option(name, kind))
 
 
 # Strategies that are run with the oldest supported transformers, too.
@@ -275,8 +281,8 @@ def test_an_accepted_end_of_sequence_cuts_its_block(name: str, strategy: str, ki
     for tried, eos in enumerate(dict.fromkeys(said.t().flatten().tolist())):
         if tried >= (4 if cut else 12):
             break
-        output = speculate(name, kind, strategy, eos_token_id=eos)
-        assert output.sequences.tolist() == ended(name, kind, eos)
+        expected = ended(name, kind, eos)
+        output = check_call(name, kind, strategy, expected, eos_token_id=eos)
         for tokens, row in zip(said.tolist(), output.spec_stats.rows, strict=True):
             if eos in tokens[:-1]:
                 cut += ended_inside_a_block(row, tokens.index(eos) + 1)

@@ -12,6 +12,7 @@ from hf_spec import EagleConfig
 from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.trace.rounds import record_rounds
 from hf_spec.methods.exporting import export_head
+from tests.identity import assert_identical
 
 pytestmark = [pytest.mark.real, pytest.mark.full]
 
@@ -38,4 +39,6 @@ def test_the_shipped_head(engine: str, smollm2: Any, tmp_path: Path) -> None:
     assert found == expected
     assert kept == also > 0
     assert torch.equal(sequences, again)
-    assert torch.equal(sequences, model.generate(**inputs, **given))
+    call = {**inputs, **given, "spec_strategy": config, "assistant": HEAD}
+    plain = model.generate(**inputs, **given)
+    assert_identical(model, call, sequences, plain, tokenizer=tokenizer)
