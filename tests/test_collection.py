@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.forked_python import ForkedPython
 
 MISSING = ("nbclient", "nbformat", "openai")
@@ -17,6 +19,7 @@ sys.exit(pytest.main([*options, *sys.argv[1:]]))
 """
 
 
+@pytest.mark.full
 def test_missing_packages_skip_what_needs_them(new_python: ForkedPython) -> None:
     found = new_python.run(COLLECT, "-c", *FOLDERS)
     assert found.status == 0, found.out + found.err

@@ -61,6 +61,7 @@ def test_a_type_checker_has_no_complaint_about_the_quickstart(user: User) -> Non
     assert [line for line in lines if "Success" in line], lines
 
 
+@pytest.mark.full
 def test_a_type_checker_knows_what_the_names_are(user: User) -> None:
     said = "\n".join(mypy(user, MISTAKES))
     assert (
@@ -71,6 +72,7 @@ def test_a_type_checker_knows_what_the_names_are(user: User) -> None:
     assert "example.py:7: error: Module has no attribute" in said, said
 
 
+@pytest.mark.full
 def test_python_reads_the_checkout_and_what_is_added_to_it(user: User, source: Path) -> None:
     (source / "hf_spec" / "added_later.py").write_text("HERE = True\n")
     find = "import importlib.util as u; print(u.find_spec({!r}).origin)"

@@ -200,7 +200,7 @@ def test_every_architecture_and_strategy(name: str, strategy: str) -> None:
     assert accepted > 0
 
 
-@pytest.mark.by_default(strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(strategy=("lookup", "tree"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.__name__)
 def test_every_option(option: Callable[..., Any], strategy: str) -> None:
@@ -266,7 +266,7 @@ def ended_inside_a_block(row: RowStats, generated: int) -> bool:
     return generated == row.accepted_tokens + row.target_forwards - 1
 
 
-@pytest.mark.by_default(name=("llama",))
+@pytest.mark.by_default(name=("llama",), strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["falcon_alibi", "gemma3", "llama"])

@@ -62,8 +62,11 @@ class Command(TyperCommand):
                 near = suggestions(error.option_name.lstrip("-"), self)
                 arguments = {p.name for p in self.params if p.param_type_name == "argument"}
                 found = [name.upper() if name in arguments else f"--{name}" for name in near]
-                # click knows the negated names of switches, as in --no-baselines.
-                error.possibilities = found or error.possibilities
+                if error.option_name.startswith("--no-"):
+                    switches = [p for p in self.params if p.secondary_opts]
+                    negated = {switch.opts[-1]: switch.secondary_opts[0] for switch in switches}
+                    found = [negated.get(name, name) for name in found]
+                error.possibilities = found
             raise
 
     def get_usage(self, ctx: Any) -> str:

@@ -85,6 +85,7 @@ def test_train(tmp_path: Path) -> None:
     assert (out / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_generate(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     # Room for a text that does not end before Ctrl-C.

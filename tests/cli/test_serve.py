@@ -25,6 +25,7 @@ import openai
 from examples.studies.serving.load import SPECULATIVE, arguments_of, commands, served
 
 
+@pytest.mark.full
 @pytest.mark.smoke
 def test_it_serves_until_it_is_told_to_stop(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     given = arguments_of(["--model", str(folder), "--strategy", "lookup", "--out", "unused"])

@@ -56,7 +56,7 @@ def check(number: int) -> list[Any]:
     return []
 
 
-@pytest.mark.by_default(start=(0,))
+@pytest.mark.full
 @pytest.mark.parametrize("start", range(0, 24, 6))
 def test_random_nested_calls(start: int) -> None:
     assert [wrong for number in range(start, start + 6) if (wrong := check(number))] == []

@@ -19,7 +19,7 @@ from hf_spec.methods.loading import strategy_of
 from tests.adapters.local_hub import LocalHub, local_hub
 from tests.installed import ROOT, User
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 # Those of Gemma are in test_gemma3.py.
 ADAPTERS = sorted((ROOT / "examples" / "adapters").glob("smollm2-*"))
@@ -142,7 +142,6 @@ def test_the_demo(user: User) -> None:
     assert "\r" not in shown.stdout
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda path: path.name)
 def test_the_shipped_adapters(quick: User, model: Path, plain: str, adapter: Path) -> None:
     found = generate(quick, model, f"{strategy_of(str(adapter))}@{adapter}")
@@ -150,7 +149,6 @@ def test_the_shipped_adapters(quick: User, model: Path, plain: str, adapter: Pat
     assert found["stats"]["drafted_tokens"] > 0
 
 
-@pytest.mark.full
 def test_a_trained_adapter_is_whole(user: User, head: Path) -> None:
     options = load_adapter(head, "falcon").options
     assert options["training"]["texts"] > 0
@@ -159,7 +157,6 @@ def test_a_trained_adapter_is_whole(user: User, head: Path) -> None:
     assert not list(user.home.rglob("*.part"))
 
 
-@pytest.mark.full
 def test_verify(user: User, model: Path, head: Path, prompts: Path) -> None:
     # The head knows how the first answer begins, and lookup finds the second in its prompt.
     known = prompts.read_text().splitlines()[0]
@@ -180,7 +177,6 @@ def test_verify(user: User, model: Path, head: Path, prompts: Path) -> None:
     assert len(report["strategies"]) == 2
 
 
-@pytest.mark.full
 def test_verify_sampling(user: User, model: Path, prompts: Path) -> None:
     """With the target as its own draft model, of which some is always accepted."""
     drafts = f"draft:max_draft_tokens=2@{model}"
@@ -190,7 +186,6 @@ def test_verify_sampling(user: User, model: Path, prompts: Path) -> None:
     assert "sampling: 20 draws" in page
 
 
-@pytest.mark.full
 def test_the_card_has_the_figures(hub: LocalHub, pushed: str) -> None:
     repository = hub.repositories[pushed]
     card = repository.commits[repository.branches["main"]]["README.md"].decode()
@@ -199,7 +194,6 @@ def test_the_card_has_the_figures(hub: LocalHub, pushed: str) -> None:
     assert "| `falcon" in card
 
 
-@pytest.mark.full
 def test_the_pushed_adapter_by_its_name(
     quick: User, user: User, model: Path, pushed: str, plain: str
 ) -> None:
@@ -210,7 +204,6 @@ def test_the_pushed_adapter_by_its_name(
     assert user.hf_spec("generate", model, PROMPT, *options) == plain + "\n"
 
 
-@pytest.mark.full
 def test_the_pushed_adapter_without_an_import(
     user: User, model: Path, pushed: str, plain: str
 ) -> None:

@@ -88,7 +88,10 @@ def answer(smollm2: Any) -> Callable[[str, Prompt], Any]:
     return lambda strategy, prompt: ask(strategy, PROMPTS.index(prompt))
 
 
-@pytest.mark.by_default(prompt=lambda prompt: prompt is SHORTEST)
+@pytest.mark.by_default(
+    prompt=lambda prompt: prompt is SHORTEST,
+    strategy=("lookup", "tree", "disco", "falcon", "sdsat"),
+)
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.id)
 @pytest.mark.parametrize("strategy", ASSISTANTS)
 def test_one_prompt(

@@ -118,6 +118,7 @@ def test_two_processes_equal_one(method: str, trained: tuple[Path, Path]) -> Non
     assert (two / "saves1").read_text() == "0"
 
 
+@pytest.mark.full
 def test_a_falcon_head_on_two_processes_equals_one(trained: tuple[Path, Path]) -> None:
     one, two = (folder / "falcon" / "training" for folder in trained)
     expected, found = (load_file(folder / CHECKPOINT) for folder in (one, two))

@@ -214,7 +214,7 @@ def name_of(case: Case) -> str:
     return "-".join([case.strategy, *extra])
 
 
-@pytest.mark.by_default(num_rows=(4,))
+@pytest.mark.by_default(num_rows=(4,), case=lambda case: case.recorded or case.sampled)
 @pytest.mark.parametrize("num_rows", [1, 4])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_round_waits_for_its_outcome_alone(
@@ -282,7 +282,7 @@ TREES = [
 ]
 
 
-@pytest.mark.by_default(recorded=(True,))
+@pytest.mark.by_default(recorded=(True,), ends=lambda ends: ends == ())
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("ends", [(), tuple(range(0, tiny_models.VOCAB, 5))])
 @pytest.mark.parametrize("config", TREES, ids=range(len(TREES)))
