@@ -78,7 +78,7 @@ MUTANTS = (
         tests=("tests/kernels/test_ragged_tree_attention_cpu.py::test_it_agrees",),
     ),
     Mutant(
-        "a draft of more than 64 nodes shows keys of the block before",
+        "a draft that spans two blocks of keys shows the wrong ones",
         area="C++ kernels",
         file="kernels/hf_spec_kernels/ragged_tree_attention/kernel.cpp",
         old="const int64_t bit = begin + i - prefix;",
