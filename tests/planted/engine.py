@@ -15,7 +15,6 @@ MUTANTS = (
             "tests/engine/forward/test_draft_tree.py"
             "::test_ancestor_mask_is_the_walk_up_the_parents",
         ),
-    ),
     Mutant(
         "a sliding window shows one key too many",
         area="attention masks",
@@ -34,7 +33,6 @@ MUTANTS = (
             "tests/engine/forward/test_attention_span.py"
             "::test_a_chunk_begins_anew_at_its_multiples",
         ),
-    ),
     Mutant(
         "pending tokens attend to those after them",
         area="attention masks",
@@ -45,7 +43,6 @@ MUTANTS = (
             "tests/engine/forward/test_packing.py",
             "tests/engine/forward/test_tree_attention.py",
         ),
-    ),
     Mutant(
         "rows whose trees have other parents share a mask",
         area="attention masks",
@@ -56,7 +53,6 @@ MUTANTS = (
             "tests/engine/forward/test_packing.py",
             "tests/engine/test_runner.py::test_every_node_gets_the_logits_of_its_own_path",
         ),
-    ),
     Mutant(
         "ALiBi counts storage places and not depths",
         area="attention masks",
@@ -75,7 +71,6 @@ MUTANTS = (
             "tests/engine/forward/test_packing.py",
             "tests/engine/test_runner.py::test_every_node_gets_the_logits_of_its_own_path",
         ),
-    ),
     Mutant(
         "the offset of the position ids after an image is forgotten",
         area="positions",
@@ -86,7 +81,6 @@ MUTANTS = (
             "tests/engine/forward/test_packing.py"
             "::test_position_ids_differ_from_true_positions_by_the_offset",
         ),
-    ),
     Mutant(
         "padding counts as tokens for every model",
         area="positions",
@@ -97,7 +91,6 @@ MUTANTS = (
             "tests/engine/models/test_internal_positions.py"
             "::test_padding_counts_where_there_is_a_table",
         ),
-    ),
     Mutant(
         "scaled queries leave out the left padding",
         area="positions",
@@ -116,7 +109,6 @@ MUTANTS = (
             "tests/engine/forward/test_row_storage.py"
             "::test_offsets_of_positions_end_with_their_sequence",
         ),
-    ),
     Mutant(
         "the keys of a rejected node stay in front of the last accepted one",
         area="KV cache",
@@ -127,7 +119,6 @@ MUTANTS = (
             "tests/engine/forward/test_row_storage.py",
             "tests/engine/test_runner.py::test_rounds_continue_from_the_accepted_path",
         ),
-    ),
     Mutant(
         "only keys move, and values stay",
         area="KV cache",
@@ -144,7 +135,6 @@ MUTANTS = (
         new="end = len(path)",
         tests=("tests/engine/forward/test_row_storage.py",),
     ),
-    ),
     Mutant(
         "a pool that grows loses the last token of each slot",
         area="KV cache",
@@ -155,7 +145,6 @@ MUTANTS = (
             "tests/engine/forward/test_kv_pool.py"
             "::test_capacity_grows_by_half_and_keeps_what_is_stored",
         ),
-    ),
     Mutant(
         "a shortened row keeps what was stored",
         area="KV cache",
@@ -174,15 +163,6 @@ MUTANTS = (
             "tests/engine/forward/test_kv_pool.py",
             "tests/generation/test_one_call.py::test_two_turns_with_one_cache",
         ),
-    ),
-    Mutant(
-        "padding of a rectangle is stored over the last token",
-        area="KV cache",
-        file="hf_spec/engine/runner.py",
-        old="self.rows.pool.reserve(max(w.num_keys for w in work) + 1)",
-        new="self.rows.pool.reserve(max(w.num_keys for w in work))",
-        tests=("tests/engine/test_runner.py",),
-    ),
     Mutant(
         "the walk goes on after an end of sequence",
         area="greedy verification",
@@ -211,7 +191,6 @@ MUTANTS = (
             "tests/engine/decode/test_verifiers.py",
             "tests/kernels/test_wiring.py",
         ),
-    ),
     Mutant(
         "a greedy row draws if another row does",
         area="greedy verification",
@@ -283,7 +262,6 @@ MUTANTS = (
             "tests/engine/decode/test_verifiers.py",
             "tests/test_batch_distribution.py",
         ),
-    ),
     Mutant(
         "draws on a GPU race with uniform times",
         area="sampled verification",
@@ -327,7 +305,6 @@ MUTANTS = (
             "tests/engine/decode/test_logits_processors.py"
             "::test_one_prompt_serves_the_rows_that_num_return_sequences_makes_of_it",
         ),
-    ),
     Mutant(
         "a processor that reads token ids gets the scores of some tokens only",
         area="logits processors",
@@ -346,7 +323,6 @@ MUTANTS = (
             "tests/engine/decode/test_logits_processors.py",
             "tests/engine/decode/test_row_failures.py",
         ),
-    ),
     Mutant(
         "a stop string that ends inside a draft is not cut",
         area="stopping",
@@ -359,7 +335,6 @@ MUTANTS = (
             "tests/engine/decode/test_stopping.py::test_end_of_sequence_cuts_the_block_of_its_row",
             "tests/test_identity.py::test_a_stop_rule_cuts_an_accepted_block",
         ),
-    ),
     Mutant(
         "the maximum length does not count the left padding",
         area="stopping",
@@ -370,7 +345,6 @@ MUTANTS = (
             "tests/engine/decode/test_stopping.py"
             "::test_maximum_length_counts_padding_and_the_lowest_one_rules",
         ),
-    ),
     Mutant(
         "a sequence has one token more than the maximum length",
         area="stopping",
@@ -413,7 +387,6 @@ MUTANTS = (
             "tests/engine/decode/test_generation_state.py"
             "::test_tokens_that_may_still_be_cut_are_held_back",
         ),
-    ),
     Mutant(
         "half a character is streamed",
         area="streaming",
@@ -432,7 +405,6 @@ MUTANTS = (
             "tests/engine/decode/test_generation_state.py",
             "tests/common/test_outputs.py",
         ),
-    ),
     Mutant(
         "the bonus token counts as accepted",
         area="statistics",
@@ -476,7 +448,6 @@ MUTANTS = (
             "::test_a_slot_forgets_the_sequence_before",
             "tests/engine/decode/test_continuous_batching.py::test_each_is_answered_as_if_alone",
         ),
-    ),
     Mutant(
         "nodes attend to gaps between stored tokens",
         area="EMS-SD",
@@ -486,7 +457,6 @@ MUTANTS = (
         tests=(
             "tests/engine/forward/test_padded_batching.py::test_gaps_are_hidden_in_packed_segments",
         ),
-    ),
     Mutant(
         "in a rectangle nodes attend to gaps between stored tokens",
         area="EMS-SD",
@@ -496,7 +466,6 @@ MUTANTS = (
         tests=(
             "tests/engine/forward/test_padded_batching.py::test_gaps_are_hidden_in_a_rectangle",
         ),
-    ),
     Mutant(
         "aligned rows go on where the row with the fewest pending tokens does",
         area="EMS-SD",
@@ -523,7 +492,6 @@ MUTANTS = (
             "tests/engine/forward/test_padded_batching.py"
             "::test_padding_sees_as_the_root_and_is_seen_by_nobody",
         ),
-    ),
     Mutant(
         "a stored state is used for a shorter path after its padding",
         area="recurrent layers",
@@ -555,7 +523,6 @@ MUTANTS = (
             "tests/engine/fast/test_packed_linear.py"
             "::test_modules_are_as_found_after_the_block_and_after_an_exception",
         ),
-    ),
     Mutant(
         "the attention of a model stays replaced after an exception",
         area="clean-up",
@@ -566,7 +533,6 @@ MUTANTS = (
             "tests/engine/forward/test_tree_attention.py",
             "tests/test_threads.py::test_an_exception_in_one_thread_does_not_reach_the_other",
         ),
-    ),
     Mutant(
         "the hook on the last layer stays after an exception",
         area="clean-up",
@@ -591,5 +557,4 @@ MUTANTS = (
             "tests/engine/fast/test_compiled_layers.py::test_an_error_leaves_the_model_as_it_was",
             "tests/engine/fast/test_compiled_layers.py::test_the_option_holds_for_one_call",
         ),
-    ),
 )
