@@ -15,6 +15,7 @@ MUTANTS = (
             "tests/engine/forward/test_draft_tree.py"
             "::test_ancestor_mask_is_the_walk_up_the_parents",
         ),
+    ),
     Mutant(
         "a sliding window shows one key too many",
         area="attention masks",
@@ -33,6 +34,7 @@ MUTANTS = (
             "tests/engine/forward/test_attention_span.py"
             "::test_a_chunk_begins_anew_at_its_multiples",
         ),
+    ),
     Mutant(
         "pending tokens attend to those after them",
         area="attention masks",
@@ -43,6 +45,7 @@ MUTANTS = (
             "tests/engine/forward/test_packing.py",
             "tests/engine/forward/test_tree_attention.py",
         ),
+    ),
     Mutant(
         "rows whose trees have other parents share a mask",
         area="attention masks",
@@ -53,6 +56,7 @@ MUTANTS = (
             "tests/engine/forward/test_packing.py",
             "tests/engine/test_runner.py::test_every_node_gets_the_logits_of_its_own_path",
         ),
+    ),
     Mutant(
         "ALiBi counts storage places and not depths",
         area="attention masks",
@@ -71,6 +75,7 @@ MUTANTS = (
             "tests/engine/forward/test_packing.py",
             "tests/engine/test_runner.py::test_every_node_gets_the_logits_of_its_own_path",
         ),
+    ),
     Mutant(
         "the offset of the position ids after an image is forgotten",
         area="positions",
@@ -81,6 +86,7 @@ MUTANTS = (
             "tests/engine/forward/test_packing.py"
             "::test_position_ids_differ_from_true_positions_by_the_offset",
         ),
+    ),
     Mutant(
         "padding counts as tokens for every model",
         area="positions",
@@ -91,6 +97,7 @@ MUTANTS = (
             "tests/engine/models/test_internal_positions.py"
             "::test_padding_counts_where_there_is_a_table",
         ),
+    ),
     Mutant(
         "scaled queries leave out the left padding",
         area="positions",
@@ -109,6 +116,7 @@ MUTANTS = (
             "tests/engine/forward/test_row_storage.py"
             "::test_offsets_of_positions_end_with_their_sequence",
         ),
+    ),
     Mutant(
         "the keys of a rejected node stay in front of the last accepted one",
         area="KV cache",
@@ -119,6 +127,7 @@ MUTANTS = (
             "tests/engine/forward/test_row_storage.py",
             "tests/engine/test_runner.py::test_rounds_continue_from_the_accepted_path",
         ),
+    ),
     Mutant(
         "only keys move, and values stay",
         area="KV cache",
@@ -145,6 +154,7 @@ MUTANTS = (
             "tests/engine/forward/test_kv_pool.py"
             "::test_capacity_grows_by_half_and_keeps_what_is_stored",
         ),
+    ),
     Mutant(
         "a shortened row keeps what was stored",
         area="KV cache",
@@ -163,6 +173,7 @@ MUTANTS = (
             "tests/engine/forward/test_kv_pool.py",
             "tests/generation/test_one_call.py::test_two_turns_with_one_cache",
         ),
+    ),
     Mutant(
         "the walk goes on after an end of sequence",
         area="greedy verification",
@@ -191,6 +202,7 @@ MUTANTS = (
             "tests/engine/decode/test_verifiers.py",
             "tests/kernels/test_wiring.py",
         ),
+    ),
     Mutant(
         "a greedy row draws if another row does",
         area="greedy verification",
@@ -262,6 +274,7 @@ MUTANTS = (
             "tests/engine/decode/test_verifiers.py",
             "tests/test_batch_distribution.py",
         ),
+    ),
     Mutant(
         "draws on a GPU race with uniform times",
         area="sampled verification",
@@ -305,6 +318,7 @@ MUTANTS = (
             "tests/engine/decode/test_logits_processors.py"
             "::test_one_prompt_serves_the_rows_that_num_return_sequences_makes_of_it",
         ),
+    ),
     Mutant(
         "a processor that reads token ids gets the scores of some tokens only",
         area="logits processors",
@@ -323,6 +337,7 @@ MUTANTS = (
             "tests/engine/decode/test_logits_processors.py",
             "tests/engine/decode/test_row_failures.py",
         ),
+    ),
     Mutant(
         "a stop string that ends inside a draft is not cut",
         area="stopping",
@@ -335,6 +350,7 @@ MUTANTS = (
             "tests/engine/decode/test_stopping.py::test_end_of_sequence_cuts_the_block_of_its_row",
             "tests/test_identity.py::test_a_stop_rule_cuts_an_accepted_block",
         ),
+    ),
     Mutant(
         "the maximum length does not count the left padding",
         area="stopping",
@@ -345,6 +361,7 @@ MUTANTS = (
             "tests/engine/decode/test_stopping.py"
             "::test_maximum_length_counts_padding_and_the_lowest_one_rules",
         ),
+    ),
     Mutant(
         "a sequence has one token more than the maximum length",
         area="stopping",
@@ -387,6 +404,7 @@ MUTANTS = (
             "tests/engine/decode/test_generation_state.py"
             "::test_tokens_that_may_still_be_cut_are_held_back",
         ),
+    ),
     Mutant(
         "half a character is streamed",
         area="streaming",
@@ -405,6 +423,7 @@ MUTANTS = (
             "tests/engine/decode/test_generation_state.py",
             "tests/common/test_outputs.py",
         ),
+    ),
     Mutant(
         "the bonus token counts as accepted",
         area="statistics",
@@ -448,6 +467,7 @@ MUTANTS = (
             "::test_a_slot_forgets_the_sequence_before",
             "tests/engine/decode/test_continuous_batching.py::test_each_is_answered_as_if_alone",
         ),
+    ),
     Mutant(
         "nodes attend to gaps between stored tokens",
         area="EMS-SD",
@@ -457,6 +477,7 @@ MUTANTS = (
         tests=(
             "tests/engine/forward/test_padded_batching.py::test_gaps_are_hidden_in_packed_segments",
         ),
+    ),
     Mutant(
         "in a rectangle nodes attend to gaps between stored tokens",
         area="EMS-SD",
@@ -466,6 +487,7 @@ MUTANTS = (
         tests=(
             "tests/engine/forward/test_padded_batching.py::test_gaps_are_hidden_in_a_rectangle",
         ),
+    ),
     Mutant(
         "aligned rows go on where the row with the fewest pending tokens does",
         area="EMS-SD",
@@ -492,6 +514,7 @@ MUTANTS = (
             "tests/engine/forward/test_padded_batching.py"
             "::test_padding_sees_as_the_root_and_is_seen_by_nobody",
         ),
+    ),
     Mutant(
         "a stored state is used for a shorter path after its padding",
         area="recurrent layers",
@@ -523,6 +546,7 @@ MUTANTS = (
             "tests/engine/fast/test_packed_linear.py"
             "::test_modules_are_as_found_after_the_block_and_after_an_exception",
         ),
+    ),
     Mutant(
         "the attention of a model stays replaced after an exception",
         area="clean-up",
@@ -533,6 +557,7 @@ MUTANTS = (
             "tests/engine/forward/test_tree_attention.py",
             "tests/test_threads.py::test_an_exception_in_one_thread_does_not_reach_the_other",
         ),
+    ),
     Mutant(
         "the hook on the last layer stays after an exception",
         area="clean-up",
@@ -557,4 +582,5 @@ MUTANTS = (
             "tests/engine/fast/test_compiled_layers.py::test_an_error_leaves_the_model_as_it_was",
             "tests/engine/fast/test_compiled_layers.py::test_the_option_holds_for_one_call",
         ),
+    ),
 )
