@@ -579,8 +579,8 @@ MUTANTS = (
         "    yield\n"
         "    _thread.compile = before",
         tests=(
-            "tests/engine/fast/test_compiled_layers.py::test_an_error_leaves_the_model_as_it_was",
-            "tests/engine/fast/test_compiled_layers.py::test_the_option_holds_for_one_call",
+            "tests/engine/fast/test_compiled_layers.py"
+            "::test_the_option_ends_with_a_call_that_fails",
         ),
     ),
 )

@@ -143,7 +143,7 @@ MUTANTS = (
         file="hf_spec/serving/checks.py",
         old="if prompt_len >= longest:",
         new="if prompt_len > longest:",
-        tests=("tests/serving/test_checks.py",),
+        tests=("tests/serving/test_checks.py::TestLimitsOfTheServer",),
     ),
     Mutant(
         "NaN passes the check of numbers",
@@ -159,7 +159,7 @@ MUTANTS = (
         file="hf_spec/serving/checks.py",
         old="if not whole or not 0 <= token < vocab:",
         new="if not whole or not 0 <= token <= vocab:",
-        tests=("tests/serving/test_checks.py",),
+        tests=("tests/serving/test_checks.py::TestLimitsOfTheServer",),
     ),
     Mutant(
         "a host whose name ends with an allowed one is accepted",
@@ -167,7 +167,7 @@ MUTANTS = (
         file="hf_spec/serving/guard.py",
         old="return is_loopback(name) or name in self._names",
         new="return is_loopback(name) or name.endswith(tuple(self._names))",
-        tests=("tests/serving/test_guard.py",),
+        tests=("tests/serving/test_guard.py::TestHostAndOrigin",),
     ),
     Mutant(
         "the limit of a body holds for each of its parts",

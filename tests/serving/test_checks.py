@@ -235,6 +235,13 @@ class TestLimitsOfTheServer:
         with pytest.raises(OptionError, match="has 100 tokens"):
             fit_to_context(config, model, 100, ServeSettings(max_length=100))
 
+    def test_token_ids_end_with_the_vocabulary(self) -> None:
+        model = tiny_models.build("llama")
+        size = model.config.vocab_size
+        check_config(GenerationConfig(suppress_tokens=[size - 1]), model, ServeSettings())
+        with pytest.raises(OptionError, match=f"token ids of this model are 0 to {size - 1}"):
+            check_config(GenerationConfig(suppress_tokens=[size]), model, ServeSettings())
+
     def test_settings_of_the_model_itself_are_its_owners(self) -> None:
         model = tiny_models.build("llama")
         own = GenerationConfig(pad_token_id=-1)
