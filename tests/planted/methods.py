@@ -238,10 +238,7 @@ MUTANTS = (
         file="hf_spec/methods/lookup/drafter.py",
         old="self._indexes[row] = _NgramIndex(self._indexes[row].lengths)",
         new="self._indexes[row].extend([])",
-        tests=(
-            "tests/methods/lookup/test_drafter.py",
-            "tests/engine/decode/test_continuous_batching.py",
-        ),
+        tests=("tests/methods/lookup/test_drafter.py::TestIndex",),
     ),
     Mutant(
         "a stored answer runs into the next one",
