@@ -81,6 +81,8 @@ class Tree:
             "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "kernels")]),
             # Libraries of changed C++ files are deleted with the copy.
             "HF_SPEC_CACHE": os.environ.get("HF_SPEC_CACHE", str(cache)),
+            # Pytest cuts the reasons of failures to the width of the terminal.
+            "COLUMNS": "1000",
         }
         self._python = ForkedPython(sys.executable, folder, scratch, variables)
 
