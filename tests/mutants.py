@@ -81,6 +81,9 @@ class Tree:
             "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "kernels")]),
             # Libraries of changed C++ files are deleted with the copy.
             "HF_SPEC_CACHE": os.environ.get("HF_SPEC_CACHE", str(cache)),
+            # On a CPU everywhere; the interpreter must be chosen before Triton is imported.
+            "CUDA_VISIBLE_DEVICES": "",
+            "TRITON_INTERPRET": "1",
             # Pytest cuts the reasons of failures to the width of the terminal.
             "COLUMNS": "1000",
         }
@@ -155,7 +158,7 @@ def check_all(mutants: Sequence[Mutant], jobs: int) -> list[Outcome]:
         result = f"caught by {outcome.caught_by}" if outcome.caught_by else "NOT CAUGHT"
         tell(f"{seconds:4.0f} s  {mutant.area}: {mutant.name}: {result}")
         if not outcome.caught_by:
-            tell(outcome.output)
+            tell("\n".join(outcome.output.splitlines()[-8:]))
         return outcome
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
@@ -176,7 +179,9 @@ def check_unchanged(tree: Tree, mutants: Sequence[Mutant]) -> None:
     start = time.perf_counter()
     result = tree.run(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
     if result.status not in (PASSED, NO_TESTS):
-        raise SystemExit(f"tests fail without a mistake:\n{result.out}{result.err}")
+        lines = result.out.splitlines()
+        failing = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        raise SystemExit("\n".join(["tests fail without a mistake:", *failing, *lines[-1:]]))
     tell(f"{time.perf_counter() - start:4.0f} s  without a mistake the tests pass")
 
 
