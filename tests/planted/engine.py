@@ -63,7 +63,10 @@ MUTANTS = (
         file="hf_spec/engine/forward/packing.py",
         old="root : w.num_keys] = w.root_position + depths",
         new="root : w.num_keys] = torch.arange(root, w.num_keys)",
-        tests=("tests/engine/models/test_alibi.py::test_branches_get_the_bias_of_their_depth",),
+        tests=(
+            "tests/engine/forward/test_packing.py"
+            "::test_rectangle_is_aligned_on_the_right_and_pads_to_the_spare_index",
+        ),
     ),
     Mutant(
         "the position of a node is its index in the tree",
@@ -521,7 +524,10 @@ MUTANTS = (
         file="hf_spec/engine/models/recurrent_state.py",
         old="if len(path) == length",
         new="if len(path) <= length",
-        tests=("tests/engine/models/test_recurrent_state.py",),
+        tests=(
+            "tests/engine/models/test_recurrent_state.py"
+            "::test_going_on_from_paths_shorter_than_the_longest",
+        ),
     ),
     Mutant(
         "threads that ask at once build a value twice",
