@@ -86,7 +86,7 @@ MUTANTS = (
         file="hf_spec/methods/disco/drafter.py",
         old="tokens.append(replace(token, reach=reach * token.score))",
         new="tokens.append(replace(token, reach=token.score))",
-        tests=("tests/methods/disco/test_drafter.py",),
+        tests=("tests/methods/disco/test_drafter.py::TestDecision",),
     ),
     Mutant(
         "training keeps the last epoch instead of the best",
