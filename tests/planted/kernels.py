@@ -19,7 +19,7 @@ MUTANTS = (
         file="kernels/hf_spec_kernels/verify_tree/kernel.py",
         old="_first_beyond(_weights(logits, top), goal - before, index, SENTINEL)",
         new="_first_beyond(_weights(logits, top), goal, index, SENTINEL)",
-        tests=("tests/kernels/test_verify_tree.py",),
+        tests=("tests/kernels/test_verify_tree.py::test_draws_from_several_chunks",),
     ),
     Mutant(
         "keys are written to the place of their slot's number",

@@ -292,7 +292,10 @@ MUTANTS = (
         file="hf_spec/methods/draft_model/other_tokenizer/drafter.py",
         old="self._runner.shorten(row, common_length(stored, ids[:-1]))",
         new="self._runner.shorten(row, len(ids) - 1)",
-        tests=("tests/methods/draft_model/other_tokenizer/test_drafter.py",),
+        tests=(
+            "tests/methods/draft_model/other_tokenizer/test_drafter.py"
+            "::test_keys_of_tokens_that_encoding_has_changed_are_dropped",
+        ),
     ),
     Mutant(
         "the draft model's prefix is added twice",
