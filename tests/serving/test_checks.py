@@ -87,6 +87,7 @@ CONFIGS = [
     ({"sequence_bias": [[[5], "x"]]}, "sequence_bias"),
     ({"sequence_bias": [[[HUGE], 1.0]]}, "sequence_bias"),
     ({"sequence_bias": [[[5], float("inf")]]}, "sequence_bias"),
+    ({"sequence_bias": [[[5], float("nan")]]}, "sequence_bias"),
     ({"sequence_bias": [5]}, "sequence_bias"),
     ({"do_sample": True, "temperature": 1e-300}, "temperature"),
     ({"do_sample": True, "temperature": "hot"}, "temperature"),
