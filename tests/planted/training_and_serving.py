@@ -199,10 +199,7 @@ MUTANTS = (
         file="hf_spec/serving/handlers.py",
         old='self.check(body["model"])',
         new='body["model"] = self.name',
-        tests=(
-            "tests/serving/test_handlers.py",
-            "tests/serving/test_checks.py",
-        ),
+        tests=("tests/serving/test_routes.py",),
     ),
     Mutant(
         "a call that needs the model alone overtakes earlier requests",
