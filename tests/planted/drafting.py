@@ -35,7 +35,7 @@ MUTANTS = (
         file="hf_spec/drafting/token_graph.py",
         old="return (*self._history[start:], *reversed(tokens))",
         new="return tuple(reversed(tokens))",
-        tests=("tests/drafting/test_token_graph.py::test_history_reaches_into_the_committed_text",),
+        tests=("tests/drafting/test_token_graph.py::test_merges_exactly_where_the_rule_says",),
     ),
     Mutant(
         "keys below a merge edge are kept for another path",

@@ -19,7 +19,9 @@ MUTANTS = (
         file="hf_spec/adapters/reading.py",
         old="if not any(real.is_relative_to(parent) for parent in homes):",
         new="if not homes:",
-        tests=("tests/adapters/test_reading.py::test_a_file_that_must_not_be_read",),
+        tests=(
+            "tests/adapters/test_reading.py::test_links_inside_the_folder_and_the_cache_of_the_hub",
+        ),
     ),
     Mutant(
         "infinite weights are read",
