@@ -174,10 +174,7 @@ MUTANTS = (
         file="hf_spec/serving/guard.py",
         old="size = sum(map(len, parts))",
         new="size = len(parts[-1])",
-        tests=(
-            "tests/serving/test_checks.py::TestLimitsOfTheServer",
-            "tests/serving/test_guard.py",
-        ),
+        tests=("tests/serving/test_guard.py::test_the_parts_of_a_body_have_one_limit",),
     ),
     Mutant(
         "a cancelled request keeps its slot to the end",
