@@ -24,7 +24,7 @@ from hf_spec.adapters.folder import load_adapter
 from hf_spec.drafting.length_policy import DraftedToken
 from hf_spec.methods.disco import drafter as disco
 from hf_spec.methods.disco.classifier import DiscoClassifier, draft_features
-from hf_spec.methods.disco.drafter import DiscoPolicy
+from hf_spec.methods.disco.drafter import DiscoPolicy, MeasuredDiscoPolicy
 from hf_spec.methods.draft_model import loading
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.draft_model.loading import resolve_draft_model
@@ -112,6 +112,15 @@ class TestDecision:
             **options,
         )
         assert heights(config, {"input_ids": PROMPT}) == [height]
+
+    def test_measured_lengths_multiply_the_acceptance_of_all_levels(self) -> None:
+        policy = MeasuredDiscoPolicy(DiscoPolicy(9, 0.5, DiscoClassifier()))
+        policy.level_cost = lambda level: 0.2
+        policy.start(1)
+        policy.limit(0)
+        token = DraftedToken(0, 5, 0, 0.9, score=0.5)
+        # Before any trial the next level of a reach of 0.5 gains 0.33, and that of 0.25 gains 0.15.
+        assert [policy.goes_on([token]) for _ in range(2)] == [[True], [False]]
 
     def test_a_tree_asks_about_the_end_of_its_likeliest_path(self) -> None:
         adapter = disco_adapter("llama")
