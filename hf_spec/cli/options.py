@@ -31,7 +31,7 @@ class Placement(Settings):
 
     Attributes:
         dtype: dtype; auto: float32 on a CPU, otherwise the checkpoint's.
-        device: device, e.g. cuda:1 or mps. Default: accelerator, or CPU.
+        device: device, e.g. cuda:1. Default: GPU, or CPU.
     """
 
     panel = GENERAL

@@ -31,6 +31,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.integration,
     pytest.mark.skipif(
         CHROMIUM is None or DRIVER is None,
@@ -158,7 +159,6 @@ def answered(page: Page) -> Page:
     return page
 
 
-@pytest.mark.full
 def test_both_answers_are_that_of_generate(answered: Page) -> None:
     assert answered.texts() == [plain(PROMPT, NEW_TOKENS)] * 2
     titles = [head.text for head in answered.all(".hs-answers h3")]
@@ -208,14 +208,17 @@ def test_a_word_leads_to_its_round(answered: Page) -> None:
 
 def test_another_strategy(answered: Page) -> None:
     answered.one("input[aria-label=Strategy]").click()
-    [choice] = [one for one in answered.all("[role=option]") if "truncated" in one.text]
-    choice.click()
+
+    def choices() -> list[Any]:
+        return [one for one in answered.all("[role=option]") if "truncated" in one.text]
+
+    answered.wait(lambda: len(choices()) == 1)
+    choices()[0].click()
     answered.ask(PROMPT)
     assert answered.texts() == [plain(PROMPT, NEW_TOKENS)] * 2
     assert answered.all(".hs-answers h3")[1].text == TREE
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "message"),
     [("", "the prompt is empty"), ("ba" * 250, "exceeds the model's context")],

@@ -128,6 +128,7 @@ def test_a_falcon_head_on_two_processes_equals_one(trained: tuple[Path, Path]) -
         assert a == pytest.approx(b, rel=1e-3)
 
 
+@pytest.mark.full
 def test_the_loop_on_two_processes_equals_one(trained: tuple[Path, Path]) -> None:
     one, two = (folder / "loop" for folder in trained)
     expected, found = (load_file(folder / CHECKPOINT) for folder in (one, two))
