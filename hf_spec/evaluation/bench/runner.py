@@ -218,7 +218,7 @@ def synchronize() -> None:
 
 def reset_peak(device: torch.device) -> None:
     """Reset the peak of `peak_bytes`."""
-    memory = getattr(torch, device.type, None)
+    memory: Any = getattr(torch, device.type, None)
     if hasattr(memory, "reset_peak_memory_stats"):
         memory.reset_peak_memory_stats(device)
     elif _RESET.exists():
@@ -232,7 +232,7 @@ def peak_bytes(device: torch.device) -> int | None:
     process keeps freed memory, so a CPU figure includes all models of the benchmark and what other
     contenders cache. Only differences between runs show what one contender needs.
     """
-    memory = getattr(torch, device.type, None)
+    memory: Any = getattr(torch, device.type, None)
     if hasattr(memory, "max_memory_allocated"):
         return int(memory.max_memory_allocated(device))
     if device.type != "cpu" or not _RESET.exists():
