@@ -41,6 +41,11 @@ LONGEST = (
     "tests/real/test_end_to_end.py",
     "tests/test_identity.py",
     "tests/real/test_smollm2.py",
+    "tests/real/test_batches.py",
+    "tests/real/test_gemma3.py",
+    "tests/real/test_bfloat16.py",
+    "tests/real/test_auto.py",
+    "tests/real/test_other_tokens.py",
 )
 
 
