@@ -1,5 +1,7 @@
 """Shared fixtures. The real models are loaded once per session, in float32 and evaluation mode."""
 
+# ruff: noqa: E402 - the environment has to be set before torch is imported
+
 from __future__ import annotations
 
 import gc
@@ -11,24 +13,17 @@ from typing import Any
 
 import pytest
 
-# Processes that share the cores wait for each other's threads. Notebooks and programs that tests
-# start inherit this, too; it has to be said before the first import of torch.
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-    os.environ.setdefault(
-        "OMP_NUM_THREADS",
-        str(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))),
-    )
+from tests.environment import neutralize
 
-# Tests of the Hub run one of their own.
-os.environ.pop("HF_HUB_OFFLINE", None)
-os.environ.pop("TRANSFORMERS_OFFLINE", None)
+# Before the first import of torch, transformers and huggingface_hub.
+neutralize(os.environ)
 
 import torch
 
 # Without a GPU the kernels run in Triton's interpreter, which has to be chosen before the first
 # import of Triton; transformers imports it.
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from hf_spec.common.small_models import gemma3_270m, smollm2_135m_instruct
 from hf_spec.drafting.cost_model import cost_curves as round_costs
@@ -37,6 +32,7 @@ from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from tests.forked_python import ForkedPython
 from tests.installed import ROOT, Built, build, install
 from tests.model_watch import left_behind
+from tests.tiers import runs_by_default
 from tests.tiny_models import SHARED
 
 # Two processes share the files; what lasts minutes begins while there is other work beside it.
@@ -46,13 +42,23 @@ LONGEST = (
     "tests/real/test_end_to_end.py",
     "tests/test_identity.py",
     "tests/real/test_smollm2.py",
+    "tests/real/test_batches.py",
+    "tests/real/test_gemma3.py",
+    "tests/real/test_bfloat16.py",
+    "tests/real/test_auto.py",
+    "tests/real/test_other_tokens.py",
 )
 
 
+# Before pytest deselects by marker.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first."""
+    """Put the longest files first, and mark `full` what no `by_default` marker selects."""
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+    for item in items:
+        if item.get_closest_marker("slow") is None and not runs_by_default(item):
+            item.add_marker(pytest.mark.full)
 
 
 def pytest_collection_finish() -> None:

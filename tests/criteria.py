@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_spec import BatchStreamer
+from tests.identity import assert_identical
 
 Answer = bool | Tensor
 
@@ -171,9 +172,8 @@ def compare(
         # Plain generate() streams a token after the criteria have seen it.
         wanted = torch.tensor(right[0].calls[-1])[:, :-1]
     else:
-        sequences = output if isinstance(output, Tensor) else output.sequences
         wanted = expected if isinstance(expected, Tensor) else expected.sequences
-        assert sequences.tolist() == wanted.tolist()
+        assert_identical(model, {**given, **speculation}, output, wanted)
     ends = [width + len(tokens) for tokens in streamed.values()]
     for row, tokens in streamed.items():
         assert wanted[row, width : ends[row]].tolist() == tokens

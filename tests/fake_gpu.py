@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_spec.backend.device import transfer
+from hf_spec.backend.device import clock, transfer
 from hf_spec.backend.device.capture import READS
 from hf_spec.engine.decode import verifiers as verification
 from hf_spec.engine.fast import cuda_graphs as step_graphs
@@ -75,6 +75,7 @@ class FakeGpu(TorchDispatchMode):
         waits: what holds the host up, by the line of hf_spec that asks for it.
         sends, fetches: copies to and from the device.
         launches: operations beside them, graphs among these, a graph being one.
+        dtypes: of the results of operations on the device.
         launch_seconds: what each of these takes the device.
         now: how long it has worked. What is marked in its queue it has passed when the host has
             waited for it.
@@ -90,6 +91,7 @@ class FakeGpu(TorchDispatchMode):
         """Forget what was recorded."""
         self.waits: Counter[str] = Counter()
         self.sends = self.fetches = self.launches = 0
+        self.dtypes: set[torch.dtype] = set()
         self._counts = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,6 +121,8 @@ class FakeGpu(TorchDispatchMode):
         def wrapped(value: Any) -> Any:
             if not isinstance(value, Tensor) or id(value) in known:
                 return known.get(id(value), value)
+            if on_gpu:
+                self.dtypes.add(value.dtype)
             return OnGpu(value) if on_gpu else value
 
         return tree_map(wrapped, result)
@@ -163,6 +167,7 @@ class FakeGpu(TorchDispatchMode):
             self._waits("copy to the device" if to_gpu else "copy from the device")
 
     def _waits(self, what: str) -> None:
+        self.synchronize()
         frames = traceback.extract_stack()
         ours = [f for f in frames if "/hf_spec/" in f.filename or "transformers" in f.filename]
         line = ours[-1] if ours else frames[-4]
@@ -254,8 +259,8 @@ def recording(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Iterator[None]:
 
 
 @contextmanager
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """Pretend the device inside the block."""
+def pretended(monkeypatch: pytest.MonkeyPatch, streams: bool = True) -> Iterator[FakeGpu]:
+    """Pretend the device inside the block; without `streams`, one that works as MPS does."""
     make = torch.tensor
 
     def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
@@ -271,8 +276,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         def __init__(self, enable_timing: bool = False):
             assert enable_timing
 
-        def record(self, stream: Any) -> None:
-            assert stream is gpu
+        def record(self, *stream: Any) -> None:
+            assert stream == ((gpu,) if streams else ())
             self.number, self.time = gpu.marked(), gpu.now
 
         def query(self) -> bool:
@@ -286,9 +291,12 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "tensor", tensor)
-        patch.setattr(torch.cuda, "current_stream", lambda _: gpu)
-        patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(transfer, "ASYNCHRONOUS", {DEVICE.type})
+        device_module = SimpleNamespace(Event=Event)
+        if streams:
+            device_module.current_stream = lambda _: gpu
+            patch.setattr(transfer, "ASYNCHRONOUS", {DEVICE.type})
+        patch.setattr(torch, "get_device_module", lambda _: device_module)
+        patch.setattr(clock, "QUEUING", {DEVICE.type})
         for module in (step_graphs, verification):
             patch.setattr(module, "serves", on_gpu)
         patch.setattr(

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_spec.engine.fast.cuda_graphs import is_of_transformers
 
 
-def snapshot(model: PreTrainedModel) -> dict[str, Any]:
+def snapshot(model: nn.Module) -> dict[str, Any]:
     """Identity of every attribute of every module, and the values of every config."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -22,7 +23,7 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
             if isinstance(value, PreTrainedConfig):
                 found[f"{name}.{key} values"] = repr(value.to_dict())
                 found[f"{name}.{key} attention"] = value._attn_implementation
-    if model.can_generate():
+    if isinstance(model, PreTrainedModel) and model.can_generate():
         found["generation_config"] = repr(model.generation_config.to_dict())
     return found
 

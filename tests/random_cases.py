@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_spec.engine.forward.tree_attention import takes_packed
 from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
+from tests.identity import difference
 from tests.tiny_models import ARCHITECTURES, STRATEGIES, VOCAB
 
 # Levels of the deepest draft of heads that propose all levels in one pass.
@@ -77,6 +78,12 @@ class Case:
             given |= self.speculation()
         return tiny_models.build(self.model).generate(**self.inputs(), **given)
 
+    def report(self, expected: Any, found: Any) -> str:
+        """How the tokens differ, "" if they are equal."""
+        call = {**self.inputs(), **self.options, **self.speculation()}
+        tokenizer = tiny_models.tokenizer()
+        return difference(tiny_models.build(self.model), call, found, expected, tokenizer=tokenizer)
+
 
 def draw(number: int) -> Case:
     """The case of that number."""
@@ -102,10 +109,10 @@ def draw(number: int) -> Case:
     )
 
 
-def differences(expected: Any, found: Any) -> list[str]:
+def differences(case: Case, expected: Any, found: Any) -> list[str]:
     """What a speculative output has that the plain one has not."""
     if not torch.equal(expected.sequences, found.sequences):
-        return [f"sequences {found.sequences.tolist()}, not {expected.sequences.tolist()}"]
+        return [case.report(expected, found)]
     wrong = []
     for name in ("scores", "logits"):
         ours, theirs = getattr(found, name), getattr(expected, name)

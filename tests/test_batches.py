@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_spec import (
     LookupConfig,
@@ -21,6 +20,8 @@ from hf_spec.common.compat import CACHE_NAME, output_cache
 from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
+from tests.identity import assert_identical, assert_identical_answers
+from tests.tiers import FEW_STRATEGIES
 
 NEW_TOKENS = 16
 STRATEGIES = tiny_models.MATRIX
@@ -79,20 +80,24 @@ def check_batch(
 ) -> SpecGenerateOutput:
     eos = ends(name)
     batch = tiny_models.left_padded([torch.tensor(prompts(name)[row]) for row in rows])
-    output = tiny_models.build(name).generate(
+    call = {
         **batch,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=list(eos),
-        pad_token_id=0,
-        return_dict_in_generate=True,
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "eos_token_id": list(eos),
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
         **arguments(name, strategy, batching),
-    )
-    new: Tensor = output.sequences[:, batch["input_ids"].shape[1] :]
-    for row, tokens in zip(rows, new.tolist(), strict=True):
-        expected = alone(name, eos)[row]
-        assert tokens[: len(expected)] == expected, f"prompt {row} of {rows}"
-        assert set(tokens[len(expected) :]) <= {0}
+    }
+    model = tiny_models.build(name)
+    output = model.generate(**call)
+    answers = [alone(name, eos)[row] for row in rows]
+    new_tokens = max(map(len, answers))
+    expected = [
+        [*prompt, *answer, *[0] * (new_tokens - len(answer))]
+        for prompt, answer in zip(batch["input_ids"].tolist(), answers, strict=True)
+    ]
+    assert_identical(model, call, output, expected)
     return output
 
 
@@ -102,6 +107,7 @@ def orders(size: int) -> list[list[int]]:
     return [list(range(size)), list(range(20, 20 + size))[::-1], mixed[:size]]
 
 
+@pytest.mark.by_default(size=(5,))
 @pytest.mark.smoke
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [2, 5, 16])
@@ -110,6 +116,7 @@ def test_batches_of_any_size_and_order(size: int, strategy: str) -> None:
         check_batch(name, strategy, rows)
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("batching", [name for name in BATCHING if name != "unpadded"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_way_to_pad_is_exact(strategy: str, batching: str) -> None:
@@ -154,7 +161,8 @@ def test_a_cache_goes_on_in_the_next_turn(strategy: str, batching: str) -> None:
     rows = [torch.tensor(prompts("llama")[row]) for row in (0, 3, 8)]
     batch = tiny_models.left_padded(rows)
     call = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
-    first = model.generate(**batch, **call, **arguments("llama", strategy, batching))
+    speculation = arguments("llama", strategy, batching)
+    first = model.generate(**batch, **call, **speculation)
     more = torch.tensor([[11, 12], [13, 14], [15, 16]])
     ids = torch.cat([first.sequences, more], dim=1)
     mask = torch.nn.functional.pad(batch["attention_mask"], (0, 10), value=1)
@@ -164,9 +172,9 @@ def test_a_cache_goes_on_in_the_next_turn(strategy: str, batching: str) -> None:
         **again,
         **call,
         **{CACHE_NAME: output_cache(first)},
-        **arguments("llama", strategy, batching),
+        **speculation,
     )
-    assert torch.equal(second.sequences, expected)
+    assert_identical(model, {**again, **call, **speculation}, second, expected)
 
 
 @pytest.mark.parametrize("strategy", known_strategies())
@@ -186,20 +194,23 @@ def test_the_option_is_named() -> None:
     assert LookupConfig(3).match_length == 3
 
 
+@pytest.mark.by_default(name=("llama",))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 def test_forty_prompts_on_six_slots(name: str, strategy: str) -> None:
     if not tiny_models.is_served(name, strategy):
         pytest.skip("Falcon heads run on models with the attention interface alone")
-    outputs = tiny_models.build(name).generate_batch(
-        prompts(name),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=list(ends(name)),
-        max_batch=SLOTS,
+    model = tiny_models.build(name)
+    call = {
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "eos_token_id": list(ends(name)),
+        "max_batch": SLOTS,
         **tiny_models.speculation(name, strategy),
-    )
-    assert [output.generated_tokens for output in outputs.values()] == alone(name, ends(name))
+    }
+    outputs = model.generate_batch(prompts(name), **call)
+    answers = [output.generated_tokens for output in outputs.values()]
+    assert_identical_answers(model, prompts(name), call, answers, alone(name, ends(name)))
     assert len({len(answer) for answer in alone(name, ends(name))}) > 2
     stats = outputs.spec_stats
     steps = sum(row.target_forwards for row in stats.rows)

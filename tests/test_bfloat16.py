@@ -16,6 +16,7 @@ from examples.studies.bfloat16_invariance.splits import (
     run_chunks,
 )
 from tests.compiler import needs_compiler
+from tests.identity import assert_identical
 from tests.tiny_models import LLAMA_LIKE, VOCAB, left_padded
 
 pytestmark = needs_compiler
@@ -68,7 +69,8 @@ def test_greedy_output_is_that_of_none(target: Any, strategy: str) -> None:
     for _ in range(4):
         ids = torch.randint(3, VOCAB, (1, 40), generator=generator).repeat(1, 2)
         none = target.generate(ids, **given, spec_strategy="none")
-        assert torch.equal(target.generate(ids, **given, **options), none)
+        call = {"input_ids": ids, **given, **options}
+        assert_identical(target, call, target.generate(**call), none, baseline="none")
 
 
 def test_a_row_of_a_batch_gets_what_it_gets_alone(target: Any) -> None:
@@ -76,5 +78,7 @@ def test_a_row_of_a_batch_gets_what_it_gets_alone(target: Any) -> None:
     given: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     rows = [torch.randint(3, VOCAB, (length,), generator=generator) for length in (30, 9, 21)]
     alone = [target.generate(row[None], **given, spec_strategy="none")[0, -24:] for row in rows]
-    together = target.generate(**left_padded(rows), **given, spec_strategy="lookup")
-    assert torch.equal(together[:, -24:], torch.stack(alone))
+    batch = left_padded(rows)
+    call = {**batch, **given, "spec_strategy": "lookup"}
+    expected = torch.cat([batch["input_ids"], torch.stack(alone)], dim=1)
+    assert_identical(target, call, target.generate(**call), expected, baseline="none")

@@ -445,6 +445,7 @@ SLOW_TREES = [
 NAMES = [f"{strategy}-{'-'.join(settings) or 'plain'}" for strategy, settings in CASES]
 
 
+@pytest.mark.by_default(settings=lambda settings: settings == REPETITION)
 @pytest.mark.parametrize(("strategy", "settings"), CASES, ids=NAMES)
 def test_joint_distribution_of_the_first_tokens(strategy: str, settings: dict[str, Any]) -> None:
     assert worst_p_value([REPETITIVE], settings, strategy) > ALPHA
@@ -461,6 +462,7 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
     assert worst_p_value([[5, 6, 5]], NO_REPEATS, strategy) > ALPHA
 
 
+@pytest.mark.by_default(strategy=("measured",))
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -484,6 +486,7 @@ def test_every_row_of_a_ragged_batch_has_its_own_distribution(strategy: str) -> 
     assert worst_p_value(RAGGED, REPETITION, strategy, draws=DRAWS // 2, eos=2) > ALPHA
 
 
+@pytest.mark.by_default(settings=lambda settings: settings == PLAIN)
 @pytest.mark.parametrize("settings", [PLAIN, TOP_P], ids=["plain", "top_p"])
 @pytest.mark.parametrize("strategy", ["lossy", "lossy tree"])
 def test_the_lossy_rule_of_gsd_is_lossy(strategy: str, settings: dict[str, Any]) -> None:
@@ -565,6 +568,7 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 class TestBrokenTwins:
     """What the test above must not let pass."""
 
+    @pytest.mark.by_default(strategy=("draft", "siblings"))
     @pytest.mark.parametrize(
         "strategy", ["draft", "few tokens", "siblings", "eagle chain", "block", *SLOW_CHAINS]
     )
@@ -578,6 +582,7 @@ class TestBrokenTwins:
         monkeypatch.setattr(drafter, "ResidualRejection", SiblingsWithoutUpdate)
         assert worst_p_value([REPETITIVE], PLAIN, "siblings") < REJECTED
 
+    @pytest.mark.by_default(strategy=("tree", "falcon"))
     @pytest.mark.parametrize(
         "strategy",
         ["lookup", "tree", *SLOW_TREES, "falcon", "heads", "sdsat fused", "auto"],

@@ -179,6 +179,7 @@ def test_examples_parse_and_name_what_exists(page: Path) -> None:
 USER_PAGES = [page for page in PAGES if page.parts[0] in {"README.md", "docs"}]
 
 
+@pytest.mark.by_default(page=lambda page: page.name == "README.md")
 @pytest.mark.real
 @pytest.mark.parametrize("page", [page for page in USER_PAGES if python_blocks(page)], ids=str)
 def test_examples_run_as_pasted(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ def mypy(user: User, code: str) -> list[str]:
     return user.python(report).splitlines()
 
 
+@pytest.mark.full
 def test_a_type_checker_has_no_complaint_about_the_quickstart(user: User) -> None:
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -60,6 +61,7 @@ def test_a_type_checker_has_no_complaint_about_the_quickstart(user: User) -> Non
     assert [line for line in lines if "Success" in line], lines
 
 
+@pytest.mark.full
 def test_a_type_checker_knows_what_the_names_are(user: User) -> None:
     said = "\n".join(mypy(user, MISTAKES))
     assert (
@@ -70,6 +72,7 @@ def test_a_type_checker_knows_what_the_names_are(user: User) -> None:
     assert "example.py:7: error: Module has no attribute" in said, said
 
 
+@pytest.mark.full
 def test_python_reads_the_checkout_and_what_is_added_to_it(user: User, source: Path) -> None:
     (source / "hf_spec" / "added_later.py").write_text("HERE = True\n")
     find = "import importlib.util as u; print(u.find_spec({!r}).origin)"
@@ -98,6 +101,7 @@ def test_nothing_else_can_be_imported_from_the_checkout(user: User, source: Path
     assert user.python(code) == "None None\n"
 
 
+@pytest.mark.full
 def test_it_runs_without_and_beside_the_package_called_kernels(user: User) -> None:
     run = "import hf_spec, hf_spec_kernels, transformers; print(hf_spec.known_strategies())"
     assert "lookup" in user.python(run)

@@ -3,7 +3,8 @@
 Every architecture meets every strategy, on one sequence and on a ragged batch with left padding;
 every way to change or to end the output meets every strategy on six architectures that cover the
 packed path, sliding windows, attention sinks, and both kinds of the rectangular path; and each
-remaining architecture meets one such way per strategy, in rotation.
+remaining architecture meets one such way per strategy, in rotation. The default tests take a few
+architectures of the first of these, and nothing of the last.
 
 A draft that is never accepted proves nothing, so each test also counts accepted tokens.
 """
@@ -22,6 +23,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from hf_spec import SpecGenerateOutput, UnsupportedError
 from hf_spec.common.outputs import RowStats
 from tests import tiny_models
+from tests.identity import assert_identical
+from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import ARCHITECTURES, MATRIX, PUBLISHED
 
 # Without drafts nothing can be accepted; tests/methods/test_none.py has that case.
@@ -31,6 +34,8 @@ NEW_TOKENS = 16
 UNSAID = tiny_models.VOCAB - 1
 KINDS = ("one", "ragged")
 REPRESENTATIVES = ("bloom", "falcon_alibi", "gemma3", "gpt_oss", "llama", "mistral_sliding")
+# Also multi-head latent attention and a mixture of experts.
+QUICK = (*REPRESENTATIVES, "deepseek_v3", "mixtral")
 OTHERS = [name for name in ARCHITECTURES if name not in REPRESENTATIVES]
 
 
@@ -123,15 +128,21 @@ def free_tokens(name: str, kind: str) -> Tensor:
     return plain(name, kind)[:, -NEW_TOKENS:]
 
 
-def speculate(name: str, kind: str, strategy: str, **options: Any) -> SpecGenerateOutput:
-    return tiny_models.build(name).generate(
+def check_call(
+    name: str, kind: str, strategy: str, expected: Any, **options: Any
+) -> SpecGenerateOutput:
+    call = {
         **tiny_models.prompts(name, kind),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "return_dict_in_generate": True,
         **tiny_models.speculation(name, strategy),
         **options,
-    )
+    }
+    model = tiny_models.build(name)
+    output = model.generate(**call)
+    assert_identical(model, call, output, expected, tokenizer=tiny_models.tokenizer())
+    return output
 
 
 # A random drafter cannot be had to do this everywhere; the other kind of batch stands in.
@@ -153,9 +164,8 @@ def check_refused(name: str) -> None:
 def check_option(
     name: str, kind: str, strategy: str, option: Callable[[str, str], dict[str, Any]]
 ) -> SpecGenerateOutput:
-    output = speculate(name, kind, strategy, **option(name, kind))
-    assert output.sequences.tolist() == plain(name, kind, option).tolist()
-    return output
+    expected = plain(name, kind, option)
+    return check_call(name, kind, strategy, expected, **option(name, kind))
 
 
 # Strategies that are run with the oldest supported transformers, too.
@@ -169,6 +179,7 @@ def on_all_architectures(strategy: str) -> list[Any]:
     return [pytest.param(name, strategy, marks=marks) for name in ARCHITECTURES]
 
 
+@pytest.mark.by_default(name=QUICK)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -189,6 +200,7 @@ def test_every_architecture_and_strategy(name: str, strategy: str) -> None:
     assert accepted > 0
 
 
+@pytest.mark.by_default(strategy=("lookup", "tree"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.__name__)
 def test_every_option(option: Callable[..., Any], strategy: str) -> None:
@@ -204,6 +216,7 @@ def test_every_option(option: Callable[..., Any], strategy: str) -> None:
     assert sum(count > 0 for count in accepted.values()) >= needed, accepted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", OTHERS)
 def test_options_in_rotation(name: str, strategy: str) -> None:
@@ -253,6 +266,7 @@ def ended_inside_a_block(row: RowStats, generated: int) -> bool:
     return generated == row.accepted_tokens + row.target_forwards - 1
 
 
+@pytest.mark.by_default(name=("llama",), strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["falcon_alibi", "gemma3", "llama"])
@@ -267,14 +281,15 @@ def test_an_accepted_end_of_sequence_cuts_its_block(name: str, strategy: str, ki
     for tried, eos in enumerate(dict.fromkeys(said.t().flatten().tolist())):
         if tried >= (4 if cut else 12):
             break
-        output = speculate(name, kind, strategy, eos_token_id=eos)
-        assert output.sequences.tolist() == ended(name, kind, eos)
+        expected = ended(name, kind, eos)
+        output = check_call(name, kind, strategy, expected, eos_token_id=eos)
         for tokens, row in zip(said.tolist(), output.spec_stats.rows, strict=True):
             if eos in tokens[:-1]:
                 cut += ended_inside_a_block(row, tokens.index(eos) + 1)
     assert cut > 0, "no end of sequence fell on an accepted token"
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("option", [stop_string, custom_criterion], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_stop_rule_cuts_an_accepted_block(

@@ -16,6 +16,8 @@ from transformers import LogitsProcessor
 
 import hf_spec
 from tests import tiny_models
+from tests.identity import assert_identical
+from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import MATRIX, VOCAB
 
 INF, NAN = float("inf"), float("nan")
@@ -76,18 +78,20 @@ def plain(kind: str, option: str) -> Tensor:
     )
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("strategy", MATRIX)
 def test_greedy_tokens_are_those_of_plain_decoding(strategy: str, option: str) -> None:
     for kind in KINDS:
-        found = tiny_models.build("llama").generate(
+        call = {
             **tiny_models.prompts("llama", kind),
-            max_new_tokens=16,
-            do_sample=False,
+            "max_new_tokens": 16,
+            "do_sample": False,
             **OPTIONS[option](),
             **tiny_models.speculation("llama", strategy),
-        )
-        assert found.tolist() == plain(kind, option).tolist()
+        }
+        model = tiny_models.build("llama")
+        assert_identical(model, call, model.generate(**call), plain(kind, option))
 
 
 @pytest.mark.parametrize("strategy", ["draft", "tree", "gsd"])
@@ -102,8 +106,9 @@ def test_a_draft_model_whose_scores_are_no_numbers(strategy: str) -> None:
 
     with broken.register_forward_hook(spoil):
         for choice in ({"do_sample": False}, {"do_sample": True, "top_k": 1}):
-            found = model.generate(**call, **choice, spec_strategy=strategy, assistant=broken)
-            assert found.tolist() == model.generate(**call, do_sample=False).tolist()
+            drafted = {**call, **choice, "spec_strategy": strategy, "assistant": broken}
+            expected = model.generate(**call, do_sample=False)
+            assert_identical(model, drafted, model.generate(**drafted), expected)
 
 
 @pytest.mark.parametrize("strategy", MATRIX)

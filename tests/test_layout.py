@@ -63,7 +63,10 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-IMPORTS = {name: imported(path) for name, path in PATHS.items()}
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    """By module the names that it imports."""
+    return {name: imported(path) for name, path in PATHS.items()}
 
 
 def test_the_modules_are_found() -> None:
@@ -71,21 +74,26 @@ def test_the_modules_are_found() -> None:
     assert {name.split(".")[1] for name in MODULES if name.count(".") > 1} == set(ROOMS)
 
 
-@pytest.mark.parametrize("module", PATHS)
-def test_no_import_runs_up(module: str) -> None:
-    assert {name for name in IMPORTS[module] & set(PATHS) if floor(name) < floor(module)} == set()
+def test_no_import_runs_up(imports: dict[str, set[str]]) -> None:
+    upward = {
+        f"{module} imports {name}"
+        for module, names in imports.items()
+        for name in names & set(PATHS)
+        if floor(name) < floor(module)
+    }
+    assert upward == set()
 
 
-def test_there_are_no_circles() -> None:
-    known = {name: (found & set(PATHS)) - {name} for name, found in IMPORTS.items()}
+def test_there_are_no_circles(imports: dict[str, set[str]]) -> None:
+    known = {name: (found & set(PATHS)) - {name} for name, found in imports.items()}
     try:
         TopologicalSorter(known).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_nothing_installed_imports_examples_or_tests() -> None:
-    roots = {name.split(".")[0] for found in IMPORTS.values() for name in found}
+def test_nothing_installed_imports_examples_or_tests(imports: dict[str, set[str]]) -> None:
+    roots = {name.split(".")[0] for found in imports.values() for name in found}
     assert not roots & {"examples", "tests", "docs"}
 
 

@@ -113,6 +113,7 @@ print(*{"peft", "bitsandbytes", "matplotlib", "typer", "gguf", "gradio"} & set(s
 """
 
 
+@pytest.mark.full
 class TestInstalled:
     @pytest.fixture
     def user(self, programs: Path, tmp_path: Path) -> User:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import hf_spec
 from hf_spec import public
 from tests.forked_python import ForkedPython
@@ -36,6 +38,7 @@ def test_an_import_is_enough(new_python: ForkedPython) -> None:
     assert (done.out.split(), done.status) == (["True", "True"], 0), done.err
 
 
+@pytest.mark.full
 def test_in_the_command_the_first_name_brings_everything() -> None:
     code = (
         "import sys; sys.argv = ['/usr/bin/hf-spec', 'demo']; import hf_spec; "

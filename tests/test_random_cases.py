@@ -16,19 +16,18 @@ PATIENCE = 120.0
 
 
 def check(numbers: range, **changes: Any) -> None:
-    wrong = {}
+    wrong: list[str] = []
     for number in numbers:
         case = draw(number)
         case = replace(case, changes={**case.changes, **changes})
-        found = differences(case.generate(False), case.generate(True))
-        if found:
-            wrong[number] = (case, found)
-    assert not wrong
+        found = differences(case, case.generate(False), case.generate(True))
+        wrong += [f"case {number}: {case}: {reason}" for reason in found]
+    assert not wrong, "\n\n".join(wrong)
 
 
 def check_in_two_threads(numbers: range) -> None:
     """Each case beside its neighbour on the same model, one of them plain in every third pair."""
-    wrong: dict[int, Any] = {}
+    wrong: list[str] = []
     for number in numbers:
         first = draw(number)
         second = _on_the_same_model(first, number)
@@ -43,9 +42,9 @@ def check_in_two_threads(numbers: range) -> None:
             jobs = [pool.submit(run, first, True), pool.submit(run, second, bool(number % 3))]
             outputs = [job.result(timeout=PATIENCE) for job in jobs]
         for case, plain, output in zip((first, second), expected, outputs, strict=True):
-            if found := differences(plain, output):
-                wrong[number] = (case, found)
-    assert not wrong
+            found = differences(case, plain, output)
+            wrong += [f"case {number} in two threads: {case}: {reason}" for reason in found]
+    assert not wrong, "\n\n".join(wrong)
 
 
 def _on_the_same_model(case: Case, number: int) -> Case:
@@ -54,6 +53,7 @@ def _on_the_same_model(case: Case, number: int) -> Case:
     return Case(case.model, strategy, other.changes, other.lengths, other.seed, other.options)
 
 
+@pytest.mark.by_default(start=(0,))
 @pytest.mark.smoke
 @pytest.mark.parametrize("start", range(0, 60, 20))
 def test_random_cases(start: int) -> None:
@@ -64,6 +64,7 @@ def test_random_cases_in_two_threads() -> None:
     check_in_two_threads(range(15))
 
 
+@pytest.mark.full
 @needs_compiler
 def test_random_cases_with_compiled_layers() -> None:
     check(range(5000, 5030), compile=True)

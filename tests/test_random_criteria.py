@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from tests import criteria, tiny_models
+from tests.identity import assert_identical
 
 MODELS = ("llama", "gemma3", "bloom", "gpt2")
 FEW, MANY = 12, 300
@@ -99,18 +100,20 @@ def check_batch(draw: random.Random, name: str, strategy: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": length, "do_sample": False}
     if draw.random() < 0.5:
         options["eos_token_id"] = likely_tokens(draw, said[:, len(prompts[0]) :], 2)
+    speculation = tiny_models.speculation(name, strategy)
     outputs = model.generate_batch(
         prompts,
         stopping_criteria=StoppingCriteriaList(rules),
         max_batch=draw.randrange(1, 4),
         **options,
-        **tiny_models.speculation(name, strategy),
+        **speculation,
     )
     for prompt, output in zip(prompts, outputs.values(), strict=True):
         ids = torch.tensor([prompt])
         alone = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
         expected, _, _ = criteria.run(model, alone, rules)
-        assert output.generated_tokens == expected[0, len(prompt) :].tolist()
+        sequence = [*prompt, *output.generated_tokens]
+        assert_identical(model, {**alone, **speculation}, [sequence], expected)
         assert output.spec_stats.new_tokens == len(output.generated_tokens)
     assert rules[0].calls == [], "sequences have copies"
 

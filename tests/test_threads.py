@@ -19,6 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 import hf_spec
 from tests import tiny_models
 from tests.model_watch import snapshot
+from tests.tiers import FEW_STRATEGIES
 
 # Packed path, soft caps, sinks, windows, and both kinds of ALiBi, one of which is a module's own.
 MODELS = ("bloom", "falcon_alibi", "gemma2", "gemma3", "gpt2", "gpt_oss", "llama", "nemotron")
@@ -103,6 +104,7 @@ def test_a_plain_generation_inside_a_speculative_one(name: str) -> None:
     assert torch.equal(seen[0], alone)
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_speculative_generation_inside_a_speculative_one(strategy: str) -> None:
     for name in ("llama", "gpt_oss"):
@@ -141,6 +143,7 @@ def test_the_first_to_begin_is_the_first_to_end(name: str) -> None:
     assert snapshot(model) == before
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_mixture_of_calls_is_exact(strategy: str) -> None:
     """Two threads, one model, plain and speculative calls in turn and no order between them."""

@@ -39,7 +39,7 @@ COMMANDS = {
     "card": ("share:card", "Write the model card of an adapter."),
     "push": ("share:push", "Upload an adapter to the Hugging Face Hub."),
     "ui": ("ui.command:ui", "Compare plain and speculative output in the browser."),
-    "demo": ("demo.command:demo", "Compare plain and speculative output of a small model."),
+    "demo": ("demo.command:demo", "Compare plain and speculative output of a model."),
 }
 
 

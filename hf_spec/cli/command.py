@@ -30,7 +30,7 @@ PANELS: Final = {
     "Prompts": ("prompt_file", "prompts", "whole", "per_task", "task", "chat_template"),
     "Output": ("out", "batch_size", "stats", "as_json", "as_markdown", "plots"),
 }
-# Of the click version that typer contains or imports.
+# click's class, from the version that typer uses.
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 # Below this width, texts are printed under the names of their options.
 NARROW: Final = 60
@@ -48,13 +48,10 @@ class Command(TyperCommand):
         add_config_option(self)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; its options go to the run record of a training that it starts."""
+        """Run the command."""
         # With it, generate() accepts `spec_strategy`.
         importlib.import_module("hf_spec.public")
-        from hf_spec.training.trainer import with_options
-
-        with with_options(ctx.params):
-            return super().invoke(ctx)
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse arguments; the error for an unknown option suggests the right one."""
@@ -64,7 +61,12 @@ class Command(TyperCommand):
             if hasattr(error, "possibilities"):
                 near = suggestions(error.option_name.lstrip("-"), self)
                 arguments = {p.name for p in self.params if p.param_type_name == "argument"}
-                error.possibilities = [n.upper() if n in arguments else f"--{n}" for n in near]
+                found = [name.upper() if name in arguments else f"--{name}" for name in near]
+                if error.option_name.startswith("--no-"):
+                    switches = [p for p in self.params if p.secondary_opts]
+                    negated = {switch.opts[-1]: switch.secondary_opts[0] for switch in switches}
+                    found = [negated.get(name, name) for name in found]
+                error.possibilities = found
             raise
 
     def get_usage(self, ctx: Any) -> str:

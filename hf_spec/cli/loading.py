@@ -13,9 +13,12 @@ from hf_spec.adapters.folder import is_adapter
 from hf_spec.cli.options import Placement
 from hf_spec.common.errors import OptionError, SpecError
 from hf_spec.common.hub import load_named
+from hf_spec.common.machine import accelerator
 from hf_spec.training.trainer import processes
 
 DEFAULT_PLACEMENT = Placement()
+
+DEVICES = "choose cpu, cuda, cuda:1, mps or xpu"
 
 
 def load_target(name: str, placement: Placement = DEFAULT_PLACEMENT) -> PreTrainedModel:
@@ -50,35 +53,33 @@ def load_tokenizer(name: str) -> Any:
 
 
 def own_device() -> torch.device:
-    """Return the GPU with the local index of this process, or the CPU without GPUs."""
-    if not torch.cuda.is_available():
+    """Return the accelerator with the local index of this process, or the CPU without one."""
+    device = accelerator()
+    if device is None:
         return torch.device("cpu")
-    return torch.device("cuda", processes().local_process_index)
+    return torch.device(device.type, processes().local_process_index)
 
 
 def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name) if name else own_device()
     except RuntimeError as error:
-        raise OptionError(f"--device {name}: choose cpu, cuda or cuda:1") from error
+        raise OptionError(f"--device {name}: {DEVICES}") from error
     if device.type == "meta":
-        raise OptionError(f"--device {name} stores no weights; choose cpu, cuda or cuda:1")
+        raise OptionError(f"--device {name} stores no weights; {DEVICES}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(f"--device {name}: torch finds no GPU here; choose cpu")
     try:
         torch.empty(1, device=device)
     # The error of a missing device depends on its type.
     except (AssertionError, ImportError, RuntimeError) as error:
-        raise OptionError(
-            f"--device {name}: torch has no such device here; choose cpu, cuda or cuda:1"
-        ) from error
+        raise OptionError(f"--device {name}: torch has no such device here; {DEVICES}") from error
     return device
 
 
 def _load(kind: Any, name: str, **arguments: Any) -> Any:
     try:
-        # Without a value, transformers asks in the terminal whether to run remote code.
-        return load_named(kind, name, trust_remote_code=False, **arguments)
+        return load_named(kind, name, **arguments)
     except SpecError:
         raise
     except (OSError, ValueError, SafetensorError) as error:

@@ -99,17 +99,22 @@ class UiSettings(Settings):
     port: Annotated[int, Within(0, 65535)] = 7860
 
 
-def check_model_name(name: str) -> str:
+def _check_model_name(name: str | None) -> str | None:
     """Return a valid model name; raises the errors of `hf_spec.common.hub.check_name`."""
     # Imports huggingface_hub, which takes a moment.
     from hf_spec.common.hub import check_name
 
-    check_name(name)
+    if name is not None:
+        check_name(name)
     return name
 
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="Target model, folder or Hub id.", callback=check_model_name)
+    str, typer.Argument(help="Target model, folder or Hub id.", callback=_check_model_name)
+]
+OtherModel = Annotated[
+    str | None,
+    typer.Option("--model", help="Another model, folder or Hub id.", callback=_check_model_name),
 ]
 # Arguments of an option that names an existing file.
 FILE: Any = {"exists": True, "dir_okay": False}

@@ -63,7 +63,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Parse untrusted JSON; an `OptionError` names `where` (file and line) it is invalid."""
+    """Parse untrusted JSON; an `OptionError` about it names `where`, its file and line."""
     try:
         return json.loads(text)
     except RecursionError as error:

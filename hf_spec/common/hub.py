@@ -50,10 +50,15 @@ def reach_hub() -> None:
 
 
 def load_named(kind: Any, name: str, **arguments: Any) -> Any:
-    """Return `kind.from_pretrained` from a folder, the Hub, or the cache if it is unreachable."""
+    """Return `kind.from_pretrained` from a folder, the Hub, or the cache if it is unreachable.
+
+    A model's own code is never run.
+    """
     from transformers import AutoModelForCausalLM
 
     check_name(name)
+    # By default transformers asks on the terminal whether to run a model's own code.
+    arguments["trust_remote_code"] = False
     if Path(name).is_dir():
         return kind.from_pretrained(name, **arguments)
     try:

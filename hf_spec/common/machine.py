@@ -19,10 +19,10 @@ BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Return hardware, versions and commit; by default of the GPU if there is one."""
-    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+    """Return hardware, versions and commit; by default of the accelerator, if any."""
+    device = device or accelerator() or torch.device("cpu")
     facts = {
-        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
+        "device": _name_of(device),
         "cpu": _processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -35,6 +35,20 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         with suppress(importlib.metadata.PackageNotFoundError):
             facts[name] = importlib.metadata.version(name)
     return {**facts, **_commit()}
+
+
+def accelerator() -> torch.device | None:
+    """Return the device of CUDA, ROCm, XPU or MPS, without an index; None on a CPU."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cpu":
+        return _processor()
+    module = torch.get_device_module(device)
+    # MPS has one device, a part of the processor.
+    named = hasattr(module, "get_device_name")
+    return str(module.get_device_name(device)) if named else f"{_processor()} ({device.type})"
 
 
 def _processor() -> str:

@@ -60,8 +60,14 @@ class RowStats:
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
         self.new_tokens += gained
-        self.drafted_by_position = _add_up([self.drafted_by_position, [1] * depth])
-        self.accepted_by_position = _add_up([self.accepted_by_position, [1] * accepted])
+        # In place: this runs for every row of every round.
+        for by_position, reached in (
+            (self.drafted_by_position, depth),
+            (self.accepted_by_position, accepted),
+        ):
+            by_position.extend([0] * (reached - len(by_position)))
+            for position in range(reached):
+                by_position[position] += 1
 
     def discount(self, depths: Iterable[int]) -> None:
         """Subtract tokens that a stop removed after their round was counted.

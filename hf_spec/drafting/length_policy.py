@@ -158,7 +158,7 @@ class MeasuredPolicy(LengthPolicy):
 
     def start(self, num_rows: int) -> None:
         """Reset the rates of all rows."""
-        # Of levels by their reach in tenths, and of any next level after an accepted one.
+        # Acceptance of levels by their reach in tenths, and of any level after an accepted one.
         self._stats = [AcceptanceStats.from_prior() for _ in range(num_rows)]
         self._reach: list[list[float]] = [[] for _ in range(num_rows)]
 

@@ -132,7 +132,7 @@ class ProposalDrafter(LevelDrafter):
 
     @property
     def timing_key(self) -> Hashable:
-        """That of the head."""
+        """Key of the head's times."""
         return self.head.timing_key
 
     def num_forwards(self, depth: int) -> int:

@@ -33,6 +33,8 @@ from hf_spec.methods.draft_model.trained import METHOD as DRAFT
 from hf_spec.methods.loading import find_assistant
 from hf_spec.methods.registry import make_drafter, parse_strategy
 
+logger = logging.getLogger(__name__)
+
 # Arguments of generate() for other decoding methods, and what to do instead.
 UNSUPPORTED_ARGUMENTS = {
     "assistant_model": "pass the draft model as assistant=; for transformers' own assisted "
@@ -43,6 +45,17 @@ UNSUPPORTED_ARGUMENTS = {
     "synced_gpus": "FSDP and ZeRO-3 are not supported; generate without spec_strategy",
     "inputs_embeds": "pass the prompt as input_ids",
 }
+# Setting -> options that replace it, in order of preference; empty if there is none.
+REPLACED_BY: dict[str, tuple[str, ...]] = {
+    "num_assistant_tokens": ("max_draft_tokens", "num_adaptive"),
+    "num_assistant_tokens_schedule": ("length_policy",),
+    "assistant_confidence_threshold": ("confidence_threshold",),
+    "max_matching_ngram_size": ("match_length",),
+    "assistant_lookbehind": (),
+    "target_lookbehind": (),
+}
+# Schedule of transformers -> equivalent length policy.
+POLICIES = {"constant": "static", "heuristic": "heuristic", "heuristic_transient": "heuristic"}
 
 
 def resolve_call(
@@ -129,21 +142,6 @@ def stop_strings_to_criteria(strings: Any, arguments: dict[str, Any]) -> dict[st
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):
         criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
     return {**arguments, "stopping_criteria": criteria, "stop_strings": None}
-
-
-logger = logging.getLogger(__name__)
-
-# Setting -> options that replace it, in order of preference; empty if there is none.
-REPLACED_BY: dict[str, tuple[str, ...]] = {
-    "num_assistant_tokens": ("max_draft_tokens", "num_adaptive"),
-    "num_assistant_tokens_schedule": ("length_policy",),
-    "assistant_confidence_threshold": ("confidence_threshold",),
-    "max_matching_ngram_size": ("match_length",),
-    "assistant_lookbehind": (),
-    "target_lookbehind": (),
-}
-# Schedule of transformers -> equivalent length policy.
-POLICIES = {"constant": "static", "heuristic": "heuristic", "heuristic_transient": "heuristic"}
 
 
 def check_assisted(

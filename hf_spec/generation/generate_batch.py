@@ -102,7 +102,7 @@ def resolve_batch_call(
     prompts = read_prompts(arguments.pop("inputs", None), num_embeddings(model))
     requests = _requests(prompts, _num_sequences(settings))
     if settings["pad_token_id"] is None:
-        # Nothing is padded, but generate() would warn for every prompt.
+        # Unused, as rows are not padded, but without it generate() would warn for every prompt.
         arguments["pad_token_id"] = 0
     # Only transformers' own method has compiled code to warm up.
     arguments.pop("warmup", None)

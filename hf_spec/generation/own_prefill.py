@@ -34,6 +34,8 @@ from hf_spec.engine.models.support_checks import takes_images
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation.target_checks import is_past_rope
 
+# Inputs of the encoder. Cross attention has no mask: audio is padded with silence.
+ENCODER_INPUTS = {"inputs", "input_features", "attention_mask", "encoder_outputs"}
 # Inputs with the images of a prompt. Models need them only in the prefill.
 IMAGE_INPUTS = frozenset(
     {
@@ -210,10 +212,6 @@ def _take_model_kwargs(
 ) -> dict[str, Any]:
     """Return what `generate()` prepared for the model, instead of decoding."""
     return model_kwargs
-
-
-# Inputs of the encoder. Cross attention has no mask: audio is padded with silence.
-ENCODER_INPUTS = {"inputs", "input_features", "attention_mask", "encoder_outputs"}
 
 
 def decoder_kwargs(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:

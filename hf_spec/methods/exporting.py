@@ -46,8 +46,7 @@ def export_head(
     named, steps = verifier_name(head.config), _steps(head.config)
     if model is None and named is None:
         raise OptionError(f"{head.name} does not name its target; pass --base-model")
-    # By default transformers asks on the terminal whether to run a model's own code.
-    target = load_named(AutoConfig, model or str(named), trust_remote_code=False)
+    target = load_named(AutoConfig, model or str(named))
     architectures = tuple(target.architectures or ())
     verifier = Verifier(named or str(model), architectures, target.get_text_config())
     tensors = canonical_names(head.tensors)

@@ -188,7 +188,9 @@ def _add_service(app: FastAPI, model: ServedModel, manager: SpeculativeManager) 
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        counts = manager.scheduler.counts if manager.scheduler else Counts()
+        # Read once: a reset in another thread removes it.
+        scheduler = manager.scheduler
+        counts = Counts() if scheduler is None else scheduler.counts
         return Response(prometheus_text(counts, num_responses), media_type=CONTENT_TYPE)
 
 

@@ -31,8 +31,7 @@ class ServeSettings(Settings):
         max_stop: number of stop strings.
         max_stop_length: characters of a stop string.
         max_body: bytes of a request body. Requests with images need more than the default.
-        client_templates: accept chat templates in requests. A template is a program whose run time
-            is not limited.
+        client_templates: accept chat templates in requests, programs whose run time is not limited.
         management: enable /load_model and /reset, which reload and unload the model.
     """
 

@@ -141,8 +141,8 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
 
 def processes() -> PartialState:
     """Return the processes of this run, even before a training starts."""
-    # Without a GPU accelerate connects processes only with cpu=True.
-    return PartialState(cpu=not torch.cuda.is_available())
+    # Without an accelerator, accelerate connects processes only with cpu=True.
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def save_trained(folder: Path, adapter: SpecAdapter) -> SpecAdapter:
@@ -174,7 +174,9 @@ def _step(
     clip: float,
 ) -> tuple[float, int]:
     """Take one optimizer step; return the summed loss and the tokens of all processes."""
-    counts = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
+    # MPS has no float64.
+    dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
+    counts = torch.zeros(2, device=accelerator.device, dtype=dtype)
     for value, tokens in losses:
         accelerator.backward(value)
         counts += torch.tensor([float(value.detach()), tokens]).to(counts)

@@ -209,7 +209,7 @@ def test_a_snapshot_of_the_hubs_cache(tmp_path: Path) -> None:
 def test_a_converted_checkpoint(tmp_path: Path, source: Any) -> None:
     model = loaded_from(folder(tmp_path / source.folder))
     assert base_name(model) == source.hub_id
-    # Records of trainings tell it from the original.
+    # Training records distinguish it from the original.
     assert local_name(model) == source.folder
 
 

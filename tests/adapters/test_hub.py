@@ -215,6 +215,7 @@ class TestFetch:
         assert torch.equal(found, plain(build("llama")))
 
 
+@pytest.mark.full
 def test_with_nothing_but_the_environment(tmp_path: Path) -> None:
     """A fresh process, told where the Hub is by HF_ENDPOINT, that has not imported hf_spec."""
     build("llama").save_pretrained(tmp_path / "model")

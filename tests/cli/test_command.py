@@ -28,15 +28,11 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_help_fits_a_page_of_80_columns(name: str, page: Any) -> None:
+def test_a_help_fits_80_columns_and_is_complete_at_40(name: str, page: Any) -> None:
     lines = page(name, 80)
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 80
     assert "…" not in "".join(lines)
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_help_is_complete_at_40_columns(name: str, page: Any) -> None:
     lines = page(name, 40)
     assert max(map(len, lines)) <= 40
     if name in LEAVES:
@@ -66,6 +62,7 @@ def test_settings_have_panels_of_their_own(page: Any) -> None:
         ("train falcon m --warm-up 0", "--warmup-ratio"),
         ("bench m --batch 8", "--batch-size"),
         ("bench m --new-tokens 8", "--max-new-tokens"),
+        ("bench m --no-basline", "--no-baselines"),
         ("bench m --sample", "--do-sample"),
         ("verify m --new-tokens 8", "--max-new-tokens"),
         ("serve m --max-batch 8", "--max-num-seqs"),

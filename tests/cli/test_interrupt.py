@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
@@ -47,6 +48,7 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
     assert b"Traceback" not in error
 
 
+@pytest.mark.full
 def test_train(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     responses = save_responses(tmp_path / "responses.jsonl")
@@ -83,6 +85,7 @@ def test_train(tmp_path: Path) -> None:
     assert (out / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_generate(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     # Room for a text that does not end before Ctrl-C.

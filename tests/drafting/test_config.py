@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
+import itertools
 import pickle
 from typing import Any
 
@@ -18,12 +18,6 @@ from hf_spec.methods.registry import known_strategies, parse_strategy
 
 @pytest.mark.parametrize("name", known_strategies())
 class TestEveryStrategy:
-    def test_to_dict_goes_through_json_and_back(self, name: str) -> None:
-        config = parse_strategy(name)
-        stored = json.loads(json.dumps(config.to_dict()))
-        assert stored["strategy"] == name
-        assert parse_strategy(stored) == config
-
     def test_the_config_is_frozen_documented_and_public(self, name: str) -> None:
         config = parse_strategy(name)
         kind = type(config)
@@ -36,10 +30,10 @@ class TestEveryStrategy:
         missing = [f.name for f in dataclasses.fields(kind) if f"{f.name}:" not in described]
         assert not missing
 
-    @pytest.mark.parametrize("value", [None, "x", [], {}, -1, 1.5, 10**30])
-    def test_wrong_values_are_option_errors_or_taken(self, name: str, value: Any) -> None:
+    def test_wrong_values_are_option_errors_or_taken(self, name: str) -> None:
         kind = type(parse_strategy(name))
-        for field in dataclasses.fields(kind):
+        values: tuple[Any, ...] = (None, "x", [], {}, -1, 1.5, 10**30)
+        for field, value in itertools.product(dataclasses.fields(kind), values):
             with contextlib.suppress(OptionError):
                 assert getattr(kind(**{field.name: value}), field.name) == value
 

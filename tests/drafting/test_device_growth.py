@@ -93,8 +93,12 @@ def random_shape(seed: int) -> TreeShape:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_the_draft_is_the_one_that_grows_level_by_level(seed: int) -> None:
+def test_the_draft_is_the_one_that_grows_level_by_level() -> None:
+    for seed in range(60):
+        check_growth(seed)
+
+
+def check_growth(seed: int) -> None:
     choose = random.Random(seed)
     depth = choose.randrange(1, 6)
     limits = {row: choose.randrange(depth + 1) for row in range(len(LENGTHS))}
@@ -257,8 +261,12 @@ Token = tuple[int, ...]
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
-@pytest.mark.parametrize("seed", range(6))
-def test_passes_of_several_levels(seed: int, size: int, on_device: bool) -> None:
+def test_passes_of_several_levels(size: int, on_device: bool) -> None:
+    for seed in range(6):
+        check_passes(seed, size, on_device)
+
+
+def check_passes(seed: int, size: int, on_device: bool) -> None:
     """Every node has the token that a drafter would give that follows its path by itself.
 
     A made-up head answers with the number of (tokens that led to the block, level, rank).

@@ -69,7 +69,7 @@ def test_a_processor_that_may_remember_is_refused() -> None:
 
 
 class TestPathSampling:
-    DRAWS = 20_000
+    DRAWS = 8_000
 
     def shares(self, tokens: list[int], parents: list[int], probs: list[list[float]]) -> Tensor:
         """(4,) how often each token comes first."""
@@ -88,7 +88,7 @@ class TestPathSampling:
         half = [0.5, 0.3, 0.1, 0.1]
         found = self.shares([3, 0], [-1, 0], [half, half])
         expected = torch.tensor([0.5 + 0.5 * 0.5, 0.5 * 0.3, 0.5 * 0.1, 0.5 * 0.1])
-        torch.testing.assert_close(found, expected, atol=0.015, rtol=0)
+        torch.testing.assert_close(found, expected, atol=0.025, rtol=0)
 
     def test_a_child_has_a_chance_for_every_path_through_it(self) -> None:
         half = [0.5, 0.3, 0.1, 0.1]

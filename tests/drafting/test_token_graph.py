@@ -39,8 +39,12 @@ def below(graph: TokenGraph, node: int) -> set[int]:
 
 
 @pytest.mark.parametrize("merge_length", [0, 1, 2, 3])
-@pytest.mark.parametrize("seed", range(10))
-def test_merges_exactly_where_the_rule_says(seed: int, merge_length: int) -> None:
+def test_merges_exactly_where_the_rule_says(merge_length: int) -> None:
+    for seed in range(10):
+        check_merges(seed, merge_length)
+
+
+def check_merges(seed: int, merge_length: int) -> None:
     reference = TokenGraph(CONTEXT, merge_length)
     _, asked = random_graph(seed, merge_length)
     merges = 0
@@ -63,8 +67,12 @@ def test_merges_exactly_where_the_rule_says(seed: int, merge_length: int) -> Non
 
 
 @pytest.mark.parametrize("merge_length", [0, 1, 2, 3])
-@pytest.mark.parametrize("seed", range(10))
-def test_the_papers_rule_wherever_it_keeps_the_graph_acyclic(seed: int, merge_length: int) -> None:
+def test_the_papers_rule_wherever_it_keeps_the_graph_acyclic(merge_length: int) -> None:
+    for seed in range(10):
+        check_papers_rule(seed, merge_length)
+
+
+def check_papers_rule(seed: int, merge_length: int) -> None:
     # The paper merges into the first equal run that is not on the candidate's own path.
     reference = TokenGraph(CONTEXT, merge_length)
     _, asked = random_graph(seed, merge_length)
@@ -115,8 +123,12 @@ def test_probabilities_are_those_of_the_edges() -> None:
         assert (tree.nodes[place], tree.probs[place]) in edges
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_never_has_a_cycle(seed: int) -> None:
+def test_never_has_a_cycle() -> None:
+    for seed in range(20):
+        check_acyclic(seed)
+
+
+def check_acyclic(seed: int) -> None:
     graph, _ = random_graph(seed, merge_length=0, steps=120)
     state = dict.fromkeys(range(len(graph)), 0)
 
@@ -148,8 +160,12 @@ def all_paths(graph: TokenGraph, max_depth: int) -> dict[tuple[int, ...], float]
 
 
 @pytest.mark.parametrize("merge_length", [None, 0, 1])
-@pytest.mark.parametrize("seed", range(10))
-def test_unmerge_spells_out_the_best_paths(seed: int, merge_length: int | None) -> None:
+def test_unmerge_spells_out_the_best_paths(merge_length: int | None) -> None:
+    for seed in range(10):
+        check_best_paths(seed, merge_length)
+
+
+def check_best_paths(seed: int, merge_length: int | None) -> None:
     graph, _ = random_graph(seed, merge_length)
     paths = all_paths(graph, max_depth=5)
     count = min(12, len(paths))

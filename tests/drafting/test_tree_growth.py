@@ -29,6 +29,15 @@ def test_the_likeliest_are_drafted_on() -> None:
     assert growth.last_level == []
 
 
+def test_the_likeliest_paths_are_drafted_on_and_not_the_likeliest_tokens() -> None:
+    growth = RowGrowth(TokenGraph([1]), TreeShape(children=2, expanded_per_level=2), END.__eq__)
+    growth.add_levels(growth.begin_pass(), NextLists([[[5, 6]]], [[[0.6, 0.4]]]))
+    lists = NextLists([[[5, 6]], [[7, 8]]], [[[0.5, 0.45]], [[0.6, 0.1]]])
+    growth.add_levels(growth.begin_pass(), lists)
+    # 0.6 * 0.45 is more than 0.4 * 0.6.
+    assert list(growth.frontier) == [3, 4]
+
+
 def test_nothing_follows_an_end() -> None:
     assert list(grown(TreeShape(children=4, expanded_per_level=9)).frontier) == [1, 2, 3]
 
@@ -59,6 +68,8 @@ def test_as_many_nodes_as_may_be_drafted() -> None:
 def test_drawn_children_are_sent_by_count_alone() -> None:
     shape = TreeShape(children=4, max_nodes=3)
     assert grown(shape, drawn=True).last_level == [None] * 4
+    shape = TreeShape(children=4, min_sibling_ratio=0.5)
+    assert grown(shape, drawn=True).last_level == [1, 2, 3, 4]
     growth = RowGrowth(TokenGraph([1]), TreeShape(), END.__eq__, drawn=True)
     growth.begin_pass()
     probs = torch.ones(1, 3) / 3

@@ -311,6 +311,7 @@ def test_layers_that_attend_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -
         runner.forward(DraftTree.from_rows(TREE), sequences())
 
 
+@pytest.mark.by_default(name=("llama",))
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 @pytest.mark.parametrize("strategy", ["lookup", "draft", "tree", "auto"])
 def test_keys_and_values_are_freed_with_the_call(

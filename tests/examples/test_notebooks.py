@@ -139,6 +139,7 @@ exec(compile(source, path, "exec"), {"__file__": path, "__name__": "__main__"})
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", STAND_INS)
 def test_notebooks_run_with_stand_ins(name: str, tmp_path: Path) -> None:
     """As they are, where tiny models have the names of the large ones."""
@@ -152,6 +153,7 @@ def test_notebooks_run_with_stand_ins(name: str, tmp_path: Path) -> None:
     assert "False" not in said
 
 
+@pytest.mark.by_default(path=lambda path: path.stem == "quickstart")
 @pytest.mark.real
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_notebooks_run(path: Path) -> None:
@@ -160,6 +162,7 @@ def test_notebooks_run(path: Path) -> None:
     assert contents() == before
 
 
+@pytest.mark.full
 @pytest.mark.real
 def test_the_shared_adapter_is_pushed_and_fetched(tmp_path: Path) -> None:
     """With a name on a Hub, which here is one on loopback."""
@@ -182,6 +185,7 @@ def test_the_shared_adapter_is_pushed_and_fetched(tmp_path: Path) -> None:
     assert sum("same answer: True" in text for text in texts) == 4
 
 
+@pytest.mark.full
 @pytest.mark.real
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.stem)
 def test_scripts_run(path: Path, tmp_path: Path, new_python: ForkedPython) -> None:

@@ -161,7 +161,7 @@ SUPPORTED: dict[str, Any] = {
     "eos_token_id": [25, 76],
     "decoder_start_token_id": 9,
 }
-# Those that say nothing of a call with a strategy, and why.
+# Settings that do not affect a call with a strategy, and why.
 IRRELEVANT = {
     **dict.fromkeys(
         (
@@ -203,7 +203,7 @@ def test_every_field_of_a_generation_config_is_known() -> None:
 
 
 def test_every_argument_of_generate_is_known() -> None:
-    """Those that are not settings."""
+    """Attributes that are not settings."""
     parameters = inspect.signature(original_generate()).parameters
     understood = {
         "self",
@@ -226,7 +226,7 @@ def test_supported_settings_have_their_effect(name: str) -> None:
         del call["max_new_tokens"]
     if name == "stop_strings":
         call["tokenizer"] = tiny_models.tokenizer()
-    # Of sampled tokens one remains, so that a draw has no choice.
+    # One token remains, so sampling is deterministic.
     if name in {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"} or "cutoff" in name:
         call.update({"do_sample": True, "top_k": 1})
     if name == "exponential_decay_length_penalty":
@@ -276,7 +276,7 @@ class TestReplaced:
         assert {name for _, name, *_ in CASES} == set(REPLACED_BY)
 
     def test_the_named_options_exist(self) -> None:
-        """What the messages propose is a call that works."""
+        """The call that each message proposes works."""
         model, draft = build("llama"), build("llama", seed=1)
         prompt = ragged_batch()
         plain = model.generate(**prompt, max_new_tokens=4, pad_token_id=0)
@@ -304,7 +304,7 @@ class TestReplaced:
 
 
 class TestStored:
-    """Values that nobody asked for."""
+    """Values that the user did not set."""
 
     @pytest.fixture(autouse=True)
     def forget(self) -> None:
@@ -343,7 +343,7 @@ class TestStored:
         assert message.startswith("model.generation_config: num_assistant_tokens=5 is a setting of")
 
     def test_an_assistant_whose_config_chose(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Where transformers' own assisted generation is told how long drafts are."""
+        """Settings of draft lengths in transformers' own assisted generation."""
         model, draft = build("llama"), copy.deepcopy(build("llama", seed=1))
         draft.generation_config.num_assistant_tokens = 5
         for assistant in (draft, [draft]):

@@ -36,6 +36,7 @@ from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.registry import parse_strategy
 from tests import criteria, tiny_models
 from tests.model_watch import count_forwards, snapshot
+from tests.tiers import FEW_STRATEGIES
 
 PROMPTS = [
     tiny_models.repetitive_prompt(length, seed=length)[0].tolist() for length in (21, 3, 14, 1, 9)
@@ -109,6 +110,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class TestEverySequence:
+    @pytest.mark.by_default(strategy=FEW_STRATEGIES)
     @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
     def test_is_the_same_as_alone(self, strategy: str) -> None:
         outputs = check("gemma3", strategy, eos_token_id=ends("gemma3"))
@@ -116,6 +118,7 @@ class TestEverySequence:
         assert len({len(output.generated_tokens) for output in outputs.values()}) > 1
 
     # What auto drafts depends on measured times, and on how drafts fared before.
+    @pytest.mark.by_default(strategy=FEW_STRATEGIES)
     @pytest.mark.parametrize(
         "strategy", [name for name in tiny_models.STRATEGIES if name != "auto"]
     )
@@ -134,6 +137,7 @@ class TestEverySequence:
         for prompt, output in zip(PROMPTS[1:3], after[1:], strict=True):
             assert model.generate_batch([prompt], **given)["req_0"].spec_stats == output.spec_stats
 
+    @pytest.mark.by_default(name=("llama",))
     @pytest.mark.parametrize("option", OPTIONS)
     @pytest.mark.parametrize("name", ["llama", "bloom"])
     def test_keeps_its_own_rules(self, name: str, option: str) -> None:
@@ -150,6 +154,7 @@ class TestEverySequence:
         assert [output.generated_tokens for output in outputs.values()] == expected
         assert mine.calls == 0, "sequences have copies"
 
+    @pytest.mark.by_default(strategy=FEW_STRATEGIES)
     @pytest.mark.parametrize("iterate", [False, True], ids=["batch", "iter"])
     @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
     def test_has_criteria_that_remember_to_itself(self, strategy: str, iterate: bool) -> None:
@@ -289,6 +294,7 @@ class TestIterator:
             **tiny_models.speculation("llama", strategy),
         )
 
+    @pytest.mark.by_default(strategy=FEW_STRATEGIES)
     @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
     def test_yields_everything_as_it_ends(self, strategy: str) -> None:
         eos = [alone("llama", PROMPTS[1])[0]]

@@ -56,6 +56,7 @@ def check(number: int) -> list[Any]:
     return []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("start", range(0, 24, 6))
 def test_random_nested_calls(start: int) -> None:
     assert [wrong for number in range(start, start + 6) if (wrong := check(number))] == []
@@ -67,6 +68,7 @@ def test_many_random_nested_calls(start: int) -> None:
     assert [wrong for number in range(start, start + 50) if (wrong := check(number))] == []
 
 
+@pytest.mark.by_default(how=("set_adapter",))
 @pytest.mark.smoke
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("how", ["disable_adapter", "set_adapter"])

@@ -18,6 +18,7 @@ from hf_spec.generation.one_call import generate_with
 from hf_spec.methods.lookup.drafter import LookupDrafter
 from tests import criteria, tiny_models
 from tests.model_watch import count_forwards
+from tests.tiers import FEW_STRATEGIES
 
 STRATEGIES = tiny_models.STRATEGIES
 SLIDING = ("gemma3", "mistral_sliding")
@@ -108,6 +109,7 @@ def test_without_a_dictionary_it_is_a_tensor() -> None:
     assert output.dtype == prompt["input_ids"].dtype
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("kind", ["one", "ragged"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fields_are_those_of_plain_generate(strategy: str, kind: str) -> None:
@@ -125,6 +127,7 @@ def test_fields_are_those_of_plain_generate(strategy: str, kind: str) -> None:
     check_same_cache(output_cache(output), output_cache(expected), mask)
 
 
+@pytest.mark.by_default(name=("llama",))
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -154,6 +157,7 @@ def test_scores_and_logits_are_those_of_plain_generate(name: str, strategy: str)
     assert not torch.allclose(output.scores[-1], output.logits[-1], atol=1e-2)
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_scores_stop_where_a_block_is_cut(strategy: str) -> None:
     options = {
@@ -193,6 +197,7 @@ def test_several_samples_of_one_prompt(strategy: str) -> None:
     assert [step.shape for step in output.scores] == [(3, tiny_models.VOCAB)] * NEW_TOKENS
 
 
+@pytest.mark.by_default(strategy=("tree",))
 @pytest.mark.smoke
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 @pytest.mark.parametrize("kind", ["one", "ragged"])
@@ -214,6 +219,7 @@ def test_two_turns_with_one_cache(name: str, kind: str, strategy: str) -> None:
     check_same_cache(ours, theirs, next_turn(again, output.sequences)["attention_mask"])
 
 
+@pytest.mark.by_default(kind=("ragged",))
 @pytest.mark.parametrize("kind", ["one", "ragged"])
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("first_is_plain", [True, False])
@@ -231,6 +237,7 @@ def test_a_cache_goes_from_one_kind_of_call_to_the_other(
     assert continued.tolist() == expected.tolist()
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_reused_cache_is_not_computed_again(strategy: str) -> None:
     prompt = tiny_models.prompts("llama", "ragged")
@@ -251,6 +258,7 @@ def test_a_reused_cache_is_not_computed_again(strategy: str) -> None:
     assert entering[0] <= rows * (3 + 16)
 
 
+@pytest.mark.by_default(strategy=("tree",))
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 @pytest.mark.parametrize("name", CACHED)
 def test_a_row_that_ends_early_leaves_the_cache_of_plain_generate(name: str, strategy: str) -> None:
@@ -271,6 +279,7 @@ def test_a_row_that_ends_early_leaves_the_cache_of_plain_generate(name: str, str
         assert output.tolist() == expected.tolist()
 
 
+@pytest.mark.by_default(name=("llama",))
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "together"])
 @pytest.mark.parametrize("strategy", ["lookup", "tree", "sdsat"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -59,6 +59,7 @@ def check(operation: Any, statuses: set[int], data: Any) -> None:
         assert response.json()["error"]["message"]
 
 
+@pytest.mark.full
 def test_no_request_is_a_failure_of_the_server(served: Served) -> None:
     # Not with its decorator of tests, which reads a private attribute of pytest.
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
@@ -70,6 +71,7 @@ def test_no_request_is_a_failure_of_the_server(served: Served) -> None:
     assert found["/v1/chat/completions"] <= {400, 404, 422}, "a random model is not the served one"
 
 
+@pytest.mark.full
 def test_with_the_name_of_the_model(served: Served) -> None:
     """The requests of the first test end at the name; these go on to the model."""
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")

@@ -67,6 +67,7 @@ def in_a_new_process(source: Path) -> subprocess.CompletedProcess[str]:
 
 @needs_compiler
 class TestDamage:
+    @pytest.mark.by_default(size=(5000,))
     @pytest.mark.parametrize("size", [5000, 15000, 0])
     def test_a_library_that_was_cut_off_is_built_again(
         self, source: Path, tmp_path: Path, size: int

@@ -87,6 +87,7 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.full
 @only_root
 @needs_compiler
 def test_generation_without_a_home_or_a_passwd_entry(open_folder: Path) -> None:

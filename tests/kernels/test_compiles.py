@@ -63,12 +63,14 @@ def compiled(target: str, cases: str, folder: Path) -> list[SimpleNamespace]:
     return found
 
 
+@pytest.mark.full
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     found = compiled("cuda:80", "kernels", tmp_path)
     assert {one.kernel for one in found} == KERNELS
     assert {one.widest for one in found if one.kernel in WIDE} == {16}
 
 
+@pytest.mark.full
 def test_products_of_float32_stay_what_they_are(tmp_path: Path) -> None:
     """On these GPUs tiles of 64 rows go to units that know float32 by its first bits only."""
     assert compiled("cuda:100", "float32", tmp_path)

@@ -90,12 +90,14 @@ def install_fake_kernels(folder: Path, version: str) -> None:
     (info / "top_level.txt").write_text("kernels\n")
 
 
+@pytest.mark.full
 def test_transformers_generates_beside_our_folder() -> None:
     run_in_project_root()
 
 
 # Whether transformers accepts the package or not must leave it working, and our folder, which comes
 # first on the path, must not hide the package.
+@pytest.mark.by_default(accepted=(True,))
 @pytest.mark.parametrize(
     ("version", "accepted"), [(KERNELS_MIN_VERSION, True), (KERNELS_MAX_VERSION, False)]
 )

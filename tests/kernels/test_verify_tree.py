@@ -138,6 +138,16 @@ def test_draws_have_the_targets_distribution(impl: str, device: torch.device) ->
     assert (drawn.diff() >= 0).all()
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_draws_from_several_chunks(impl: str, device: torch.device) -> None:
+    likely = {100: 0.1, 4500: 0.2, 4600: 0.3, 8990: 0.4}
+    logits = torch.full((5, 9001), -20.0, device=device)
+    logits[:, [*likely]] = torch.tensor([*likely.values()], device=device).log()
+    uniforms = torch.tensor([0.05, 0.15, 0.25, 0.45, 0.9], device=device)
+    drawn = verify_tree(logits, *chain_of(5, device), 1, uniforms, impl).bonus
+    assert drawn.tolist() == [100, 4500, 4500, 4600, 8990]
+
+
 # NumPy, in the interpreter, also warns of differences of infinities that are not used.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("kind", ["masked", "all masked", "infinite", "nan"])

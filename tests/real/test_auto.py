@@ -12,9 +12,10 @@ from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.entries import Entry
 from hf_spec.evaluation.lossless.verify import verify
 from hf_spec.evaluation.settings import SamplingPlan, VerificationPlan
+from tests.identity import assert_identical
 from tests.tiny_models import left_padded
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 NEW_TOKENS = 24
 PROMPTS = load_prompts(per_task=1)
@@ -45,5 +46,5 @@ def test_a_ragged_batch_with_timings_of_this_machine(smollm2: Any) -> None:
     inputs = left_padded([prompt.encode(tokenizer)[0] for prompt in PROMPTS[:3]])
     options: dict[str, Any] = {**inputs, "max_new_tokens": 16, "do_sample": False}
     expected = model.generate(**options)
-    output = model.generate(**options, spec_strategy="auto", assistant=ADAPTERS)
-    assert output.tolist() == expected.tolist()
+    call = {**options, "spec_strategy": "auto", "assistant": ADAPTERS}
+    assert_identical(model, call, model.generate(**call), expected, tokenizer=tokenizer)

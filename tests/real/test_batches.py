@@ -10,8 +10,9 @@ import torch
 
 from hf_spec import BatchTextStreamer, DraftConfig, LookupConfig
 from hf_spec.common.prompts import left_padded, load_prompts
+from tests.identity import assert_identical, assert_identical_answers
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 NEW_TOKENS = 12
 PROMPTS = load_prompts(per_task=2)
@@ -40,16 +41,18 @@ def test_twelve_prompts_on_four_slots(
     def hear(row: int, text: str, ended: bool) -> None:
         texts[row] += text
 
-    outputs = model.generate_batch(
-        [prompt.encode(tokenizer)[0] for prompt in PROMPTS],
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        max_batch=4,
-        spec_strategy=strategy,
-        assistant=None if strategy == "lookup" else DRAFT,
-        streamer=BatchTextStreamer(tokenizer, hear),
-    )
-    assert [output.generated_tokens for output in outputs.values()] == expected
+    prompts = [prompt.encode(tokenizer)[0].tolist() for prompt in PROMPTS]
+    call = {
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "max_batch": 4,
+        "spec_strategy": strategy,
+        "assistant": None if strategy == "lookup" else DRAFT,
+    }
+    streamer = BatchTextStreamer(tokenizer, hear)
+    outputs = model.generate_batch(prompts, **call, streamer=streamer)
+    answers = [output.generated_tokens for output in outputs.values()]
+    assert_identical_answers(model, prompts, call, answers, expected, tokenizer=tokenizer)
     assert list(texts.values()) == tokenizer.batch_decode(expected)
     assert outputs.spec_stats.accepted_tokens > 0
 
@@ -63,14 +66,22 @@ def test_every_way_to_pad(smollm2: Any, expected: list[list[int]], batching: str
         (LookupConfig(batching=batching), None),
         (DraftConfig(batching=batching), DRAFT),
     ):
-        sequences = model.generate(
+        call = {
             **batch,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            spec_strategy=config,
-            assistant=assistant,
-        )
+            "max_new_tokens": NEW_TOKENS,
+            "do_sample": False,
+            "spec_strategy": config,
+            "assistant": assistant,
+        }
+        sequences = model.generate(**call).tolist()
         ends = torch.tensor(model.generation_config.eos_token_id)
-        for tokens, answer in zip(sequences[:, width:].tolist(), expected, strict=False):
-            assert tokens[: len(answer)] == answer
+        # After its end a row has padding.
+        rows = zip(sequences, expected, strict=False)
+        begins = [tokens[: width + len(answer)] for tokens, answer in rows]
+        alone = [
+            [*prompt, *answer]
+            for prompt, answer in zip(batch["input_ids"].tolist(), expected, strict=False)
+        ]
+        assert_identical(model, call, begins, alone, tokenizer=tokenizer)
+        for answer in expected[: len(sequences)]:
             assert len(answer) == NEW_TOKENS or answer[-1] in ends

@@ -19,7 +19,7 @@ from hf_spec.methods.loading import strategy_of
 from tests.adapters.local_hub import LocalHub, local_hub
 from tests.installed import ROOT, User
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 # Those of Gemma are in test_gemma3.py.
 ADAPTERS = sorted((ROOT / "examples" / "adapters").glob("smollm2-*"))

@@ -12,8 +12,9 @@ from hf_spec import EagleConfig
 from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.trace.rounds import record_rounds
 from hf_spec.methods.exporting import export_head
+from tests.identity import assert_identical
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 HEAD = Path(__file__).parents[2] / "examples" / "adapters" / "smollm2-135m-eagle3"
 [PROMPT] = load_prompts(per_task=1, tasks=["code"])
@@ -38,4 +39,6 @@ def test_the_shipped_head(engine: str, smollm2: Any, tmp_path: Path) -> None:
     assert found == expected
     assert kept == also > 0
     assert torch.equal(sequences, again)
-    assert torch.equal(sequences, model.generate(**inputs, **given))
+    call = {**inputs, **given, "spec_strategy": config, "assistant": HEAD}
+    plain = model.generate(**inputs, **given)
+    assert_identical(model, call, sequences, plain, tokenizer=tokenizer)

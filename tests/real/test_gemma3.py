@@ -16,8 +16,9 @@ import hf_spec
 from hf_spec import FalconConfig
 from hf_spec.common.prompts import load_prompts
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
+from tests.identity import assert_identical
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 NEW_TOKENS = 32
 QUICK_NEW_TOKENS = 16
@@ -76,14 +77,16 @@ def test_the_shipped_adapters(strategy: str, gemma3: Any) -> None:
     model, tokenizer = gemma3
     inputs = tokenizer("def add(a, b):\n    return a + b\n\ndef subtract(", return_tensors="pt")
     greedy: Any = {"max_new_tokens": QUICK_NEW_TOKENS, "do_sample": False}
-    output = model.generate(
+    call = {
         **inputs,
         **greedy,
-        spec_strategy=strategy,
-        assistant=ADAPTERS / SHIPPED[strategy],
-        return_dict_in_generate=True,
-    )
-    assert output.sequences.tolist() == model.generate(**inputs, **greedy).tolist()
+        "spec_strategy": strategy,
+        "assistant": ADAPTERS / SHIPPED[strategy],
+        "return_dict_in_generate": True,
+    }
+    output = model.generate(**call)
+    expected = model.generate(**inputs, **greedy)
+    assert_identical(model, call, output, expected, tokenizer=tokenizer)
     # What `auto` drafts with is a matter of measured time.
     assert strategy == "auto" or output.spec_stats.drafted_tokens > 0
 
@@ -94,14 +97,16 @@ def test_the_shipped_adapters(strategy: str, gemma3: Any) -> None:
 def test_the_shipped_adapters_beyond_the_window(
     strategy: str, index: int, gemma3: Any, prompts: list[Tensor], expected: list[Tensor]
 ) -> None:
-    output = gemma3[0].generate(
-        prompts[index],
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        spec_strategy=strategy,
-        assistant=ADAPTERS / SHIPPED[strategy],
-    )
-    assert output.tolist() == expected[index].tolist()
+    model, tokenizer = gemma3
+    call = {
+        "input_ids": prompts[index],
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "spec_strategy": strategy,
+        "assistant": ADAPTERS / SHIPPED[strategy],
+    }
+    output = model.generate(**call)
+    assert_identical(model, call, output, expected[index], tokenizer=tokenizer)
 
 
 @pytest.mark.slow
@@ -110,16 +115,16 @@ def test_the_shipped_adapters_beyond_the_window(
 def test_identical(
     strategy: str, index: int, gemma3: Any, prompts: list[Tensor], expected: list[Tensor]
 ) -> None:
-    model = gemma3[0]
-    output = model.generate(
-        prompts[index],
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        spec_strategy=strategy,
-        assistant=None if strategy == "lookup" else hf_spec.truncated_draft(model, 2),
-        return_dict_in_generate=True,
-    )
-    assert output.sequences.tolist() == expected[index].tolist()
+    model, tokenizer = gemma3
+    call = {
+        "input_ids": prompts[index],
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "spec_strategy": strategy,
+        "assistant": None if strategy == "lookup" else hf_spec.truncated_draft(model, 2),
+    }
+    output = model.generate(**call)
+    assert_identical(model, call, output, expected[index], tokenizer=tokenizer)
 
 
 @pytest.mark.slow
@@ -134,16 +139,17 @@ def test_untrained_falcon_heads(
     expected: list[Tensor],
 ) -> None:
     """A wrong draft costs time, never a token; layers of the head have the target's window."""
-    model = gemma3[0]
+    model, tokenizer = gemma3
     torch.manual_seed(block_size)
     head = FalconHead(model, FalconShape(block_size, 2), torch.arange(4096)).eval()
-    output = model.generate(
-        prompts[index],
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        spec_strategy=FalconConfig(tree=tree),
-        assistant=head,
-        return_dict_in_generate=True,
-    )
-    assert output.sequences.tolist() == expected[index].tolist()
+    call = {
+        "input_ids": prompts[index],
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "spec_strategy": FalconConfig(tree=tree),
+        "assistant": head,
+        "return_dict_in_generate": True,
+    }
+    output = model.generate(**call)
+    assert_identical(model, call, output, expected[index], tokenizer=tokenizer)
     assert output.spec_stats.draft_forwards > 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from hf_spec import DraftConfig, TreeConfig
 from hf_spec.common.prompts import load_prompts
+from tests.identity import assert_identical
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 # Per case the target, the options, the numbers of the prompts, new tokens, and the least tokens
 # accepted per target forward. Recorded with 24 tokens: 2.43 and 1.67 for the chain, 3.00 for the
@@ -39,14 +39,15 @@ def test_identical_with_accepted_drafts(
         if target == "gemma3":
             ids = ids[:, :200]
         options = {"max_new_tokens": new_tokens, "do_sample": False}
-        output = model.generate(
-            ids,
+        call = {
+            "input_ids": ids,
             **options,
-            spec_strategy=config,
-            assistant=draft,
-            tokenizer=tokenizer,
-            assistant_tokenizer=draft_tokenizer,
-            return_dict_in_generate=True,
-        )
-        assert torch.equal(output.sequences, model.generate(ids, **options))
+            "spec_strategy": config,
+            "assistant": draft,
+            "tokenizer": tokenizer,
+            "assistant_tokenizer": draft_tokenizer,
+            "return_dict_in_generate": True,
+        }
+        output = model.generate(**call)
+        assert_identical(model, call, output, model.generate(ids, **options))
         assert output.spec_stats.tau > least

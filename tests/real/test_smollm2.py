@@ -17,6 +17,7 @@ from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.sdsat.adaptive_tokens import adaptive_tokens
+from tests.identity import assert_identical
 from tests.tiny_models import left_padded, padded
 
 pytestmark = pytest.mark.real
@@ -64,14 +65,14 @@ def batch(smollm2: Any) -> tuple[dict[str, Tensor], Tensor]:
     return inputs, plain
 
 
-def speculate(model: Any, strategy: str, **options: Any) -> Any:
-    return model.generate(
+def call_of(strategy: str, **options: Any) -> dict[str, Any]:
+    return {
         **options,
-        do_sample=False,
-        spec_strategy=strategy.partition("-")[0],
-        assistant=ASSISTANTS[strategy],
-        return_dict_in_generate=True,
-    )
+        "do_sample": False,
+        "spec_strategy": strategy.partition("-")[0],
+        "assistant": ASSISTANTS[strategy],
+        "return_dict_in_generate": True,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +83,24 @@ def answer(smollm2: Any) -> Callable[[str, Prompt], Any]:
     @cache
     def ask(strategy: str, place: int) -> Any:
         ids = PROMPTS[place].encode(tokenizer)
-        return speculate(model, strategy, input_ids=ids, max_new_tokens=NEW_TOKENS)
+        return model.generate(**call_of(strategy, input_ids=ids, max_new_tokens=NEW_TOKENS))
 
     return lambda strategy, prompt: ask(strategy, PROMPTS.index(prompt))
 
 
+@pytest.mark.by_default(
+    prompt=lambda prompt: prompt is SHORTEST,
+    strategy=("lookup", "tree", "disco", "falcon", "sdsat"),
+)
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.id)
 @pytest.mark.parametrize("strategy", ASSISTANTS)
 def test_one_prompt(
-    strategy: str, prompt: Prompt, answer: Any, expected: dict[str, Tensor]
+    strategy: str, prompt: Prompt, answer: Any, smollm2: Any, expected: dict[str, Tensor]
 ) -> None:
+    model, tokenizer = smollm2
     output = answer(strategy, prompt)
-    assert output.sequences.tolist() == expected[prompt.id].tolist()
+    call = call_of(strategy, input_ids=prompt.encode(tokenizer), max_new_tokens=NEW_TOKENS)
+    assert_identical(model, call, output, expected[prompt.id], tokenizer=tokenizer)
     assert output.spec_stats.drafted_tokens > 0
 
 
@@ -102,20 +109,23 @@ def test_one_prompt(
 def test_one_prompt_more_and_longer(prompt: Prompt, smollm2: Any) -> None:
     model, tokenizer = smollm2
     given = {"input_ids": prompt.encode(tokenizer), "max_new_tokens": 64}
-    expected = model.generate(**given, do_sample=False).tolist()
+    expected = model.generate(**given, do_sample=False)
     for strategy in ASSISTANTS:
-        assert speculate(model, strategy, **given).sequences.tolist() == expected, strategy
+        call = call_of(strategy, **given)
+        assert_identical(model, call, model.generate(**call), expected, tokenizer=tokenizer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ASSISTANTS)
 def test_ragged_batch(strategy: str, smollm2: Any, batch: tuple[dict[str, Tensor], Tensor]) -> None:
     inputs, plain = batch
     assert len(set(inputs["attention_mask"].sum(dim=1).tolist())) == len(BATCH) == 4
-    output = speculate(smollm2[0], strategy, **inputs, max_new_tokens=BATCH_NEW_TOKENS)
-    for row, (got, wanted) in enumerate(zip(output.sequences, plain, strict=True)):
-        assert got.tolist() == wanted.tolist(), f"row {row}"
+    model, tokenizer = smollm2
+    call = call_of(strategy, **inputs, max_new_tokens=BATCH_NEW_TOKENS)
+    assert_identical(model, call, model.generate(**call), plain, tokenizer=tokenizer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("strategy", "tau"),
     [
@@ -141,6 +151,7 @@ def padded_drafts(smollm2: Any) -> list[Any]:
     return [padded(draft, num_embeddings(smollm2[0]) + rows) for rows in (0, 128, -128)]
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("strategy", ["draft", "tree"])
 def test_drafts_padded_to_another_size(
@@ -152,19 +163,21 @@ def test_drafts_padded_to_another_size(
     plain = expected[SHORTEST.id][:, : ids.shape[1] + UNTRAINED_NEW_TOKENS]
     accepted = []
     for assistant in padded_drafts:
-        output = model.generate(
-            ids,
-            max_new_tokens=UNTRAINED_NEW_TOKENS,
-            do_sample=False,
-            spec_strategy=strategy,
-            assistant=assistant,
-            return_dict_in_generate=True,
-        )
-        assert output.sequences.tolist() == plain.tolist()
+        call = {
+            "input_ids": ids,
+            "max_new_tokens": UNTRAINED_NEW_TOKENS,
+            "do_sample": False,
+            "spec_strategy": strategy,
+            "assistant": assistant,
+            "return_dict_in_generate": True,
+        }
+        output = model.generate(**call)
+        assert_identical(model, call, output, plain, tokenizer=tokenizer)
         accepted.append(output.spec_stats.accepted_tokens)
     assert accepted[1] == accepted[0]
 
 
+@pytest.mark.full
 def test_adaptive_tokens_leave_the_logits_alone(smollm2: Any) -> None:
     """To the bit, while the adapter hangs on the model."""
     model, tokenizer = smollm2
@@ -176,6 +189,7 @@ def test_adaptive_tokens_leave_the_logits_alone(smollm2: Any) -> None:
             assert torch.equal(model(ids).logits, untouched)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("block_size", "tree"),
     [
@@ -194,12 +208,12 @@ def test_untrained_falcon_heads(
     model, tokenizer = smollm2
     ids = SHORTEST.encode(tokenizer)
     head = FalconHead(model, FalconShape(block_size), None).eval()
-    output = model.generate(
-        ids,
-        max_new_tokens=UNTRAINED_NEW_TOKENS,
-        do_sample=False,
-        spec_strategy=FalconConfig(tree=tree),
-        assistant=head,
-    )
-    length = ids.shape[1] + UNTRAINED_NEW_TOKENS
-    assert output.tolist() == expected[SHORTEST.id][:, :length].tolist()
+    call = {
+        "input_ids": ids,
+        "max_new_tokens": UNTRAINED_NEW_TOKENS,
+        "do_sample": False,
+        "spec_strategy": FalconConfig(tree=tree),
+        "assistant": head,
+    }
+    plain = expected[SHORTEST.id][:, : ids.shape[1] + UNTRAINED_NEW_TOKENS]
+    assert_identical(model, call, model.generate(**call), plain, tokenizer=tokenizer)

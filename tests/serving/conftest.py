@@ -130,7 +130,17 @@ def starting(folder: Path) -> Iterator[Callable[..., Served]]:
         assert not thread.is_alive()
 
 
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    """One server for all tests of a file, with lookup and two sequences at a time.
+
+    Stopping a server takes a second. Tests compare its counters with those before.
+    """
+    with starting(folder) as begin:
+        yield begin(max_batch=2)
+
+
 @pytest.fixture
-def served(start: Callable[..., Served]) -> Served:
-    """A server with lookup, two sequences at a time."""
+def fresh(start: Callable[..., Served]) -> Served:
+    """The same for one test, which may stop it."""
     return start(max_batch=2)

@@ -18,6 +18,9 @@ import openai
 
 from hf_spec.serving import app
 
+CANCELLED, REFUSED, FAILED = (
+    f'requests_total{{outcome="{outcome}"}}' for outcome in ("cancelled", "refused", "failed")
+)
 TEXTS = [f"{one}a{one}e{one}a{one}e" for one in "bcdfghjklmnp"]
 
 
@@ -101,6 +104,7 @@ def test_the_other_routes_of_text(served: Served) -> None:
 
 class TestCancellation:
     def test_a_client_that_goes_away_frees_its_place(self, served: Served) -> None:
+        cancelled, generated = served.metric(CANCELLED), served.metric("generated_tokens_total")
         stream = served.ask(TEXTS[0], max_tokens=200, stream=True)
         pieces = 0
         for chunk in stream:
@@ -108,12 +112,13 @@ class TestCancellation:
             if pieces == 2:
                 break
         stream.close()
-        served.wait(lambda: served.metric('requests_total{outcome="cancelled"}') == 1)
+        served.wait(lambda: served.metric(CANCELLED) == cancelled + 1)
         assert served.metric("running") == 0
-        assert served.metric("generated_tokens_total") < 200
+        assert served.metric("generated_tokens_total") < generated + 200
         assert served.text(TEXTS[1]) == plain(TEXTS[1])
 
     def test_one_that_waits_may_go_too(self, served: Served) -> None:
+        cancelled = served.metric(CANCELLED)
         long = [served.ask(text, max_tokens=200, stream=True) for text in TEXTS[:2]]
         waits = served.ask(TEXTS[2], stream=True)
         served.wait(lambda: served.metric("queue_length") == 1)
@@ -121,7 +126,7 @@ class TestCancellation:
         served.wait(lambda: served.metric("queue_length") == 0)
         found = ["".join(c.choices[0].delta.content or "" for c in one) for one in long]
         assert found == [plain(text, 200) for text in TEXTS[:2]]
-        assert served.metric('requests_total{outcome="cancelled"}') == 1
+        assert served.metric(CANCELLED) == cancelled + 1
 
 
 class TestMistakes:
@@ -154,9 +159,10 @@ class TestMistakes:
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_prompt_that_fills_the_context(self, served: Served, stream: bool) -> None:
+        refused = served.metric(REFUSED)
         with pytest.raises(openai.BadRequestError, match=r"has 301 tokens.* may have 256"):
             served.ask("ba" * 300, stream=stream)
-        assert served.metric('requests_total{outcome="refused"}') == 1
+        assert served.metric(REFUSED) == refused + 1
 
     def test_an_answer_ends_where_the_context_does(self, served: Served) -> None:
         answer = served.ask("babe", max_tokens=100_000)
@@ -186,7 +192,7 @@ class TestMistakes:
     def test_a_failure_of_the_model_is_no_mistake_of_the_client(
         self, served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
     ) -> None:
-        model = served.manager.scheduler.generation.model
+        model, failures = served.manager.scheduler.generation.model, served.metric(FAILED)
         with monkeypatch.context() as patch:
 
             def fails(*_: Any, **__: Any) -> None:
@@ -196,28 +202,33 @@ class TestMistakes:
             with pytest.raises(openai.APIError, match=r"500|during streaming") as failed:
                 list(served.ask(TEXTS[0], stream=stream))
         assert not isinstance(failed.value, openai.BadRequestError)
-        assert served.metric('requests_total{outcome="failed"}') == 1
+        assert served.metric(FAILED) == failures + 1
         # On the same connections: a client knows which of them the failure has closed.
         for text in TEXTS[:2]:
             assert served.text(text) == plain(text)
 
 
 class TestHealthAndMetrics:
-    def test_health_is_that_of_the_thread_that_answers(self, served: Served) -> None:
-        assert httpx2.get(f"{served.url}/health").json() == {"status": "ok"}
-        served.manager.stop()
-        assert httpx2.get(f"{served.url}/health").status_code == 503
+    def test_health_is_that_of_the_thread_that_answers(self, fresh: Served) -> None:
+        assert httpx2.get(f"{fresh.url}/health").json() == {"status": "ok"}
+        fresh.manager.stop()
+        assert httpx2.get(f"{fresh.url}/health").status_code == 503
         with pytest.raises(openai.InternalServerError, match="503 - the server is stopping"):
-            served.ask()
+            fresh.ask()
 
     def test_responses_are_counted_by_route(self, served: Served) -> None:
+        route = 'route="/v1/chat/completions"'
+        names = [
+            f'http_responses_total{{{route},status="200"}}',
+            'http_responses_total{route="none",status="404"}',
+        ]
+        before = [served.metric(name) for name in names]
         served.text()
         httpx2.get(f"{served.url}/made/up")
-        route = 'route="/v1/chat/completions"'
-        assert served.metric(f'http_responses_total{{{route},status="200"}}') == 1
-        assert served.metric('http_responses_total{route="none",status="404"}') == 1
+        assert [served.metric(name) for name in names] == [count + 1 for count in before]
 
     def test_they_are_in_the_format_of_prometheus(self, served: Served) -> None:
+        prompts = served.metric("prompt_tokens_total")
         served.text("babebibabebiba", max_tokens=40)
         response = httpx2.get(f"{served.url}/metrics")
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -225,7 +236,7 @@ class TestHealthAndMetrics:
             served.metric("accepted_tokens_total") / served.metric("rounds_total")
         )
         assert served.metric("tokens_per_second") > 0
-        assert served.metric("prompt_tokens_total") == 8
+        assert served.metric("prompt_tokens_total") == prompts + 8
 
 
 def test_missing_packages_are_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

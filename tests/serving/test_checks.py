@@ -87,6 +87,7 @@ CONFIGS = [
     ({"sequence_bias": [[[5], "x"]]}, "sequence_bias"),
     ({"sequence_bias": [[[HUGE], 1.0]]}, "sequence_bias"),
     ({"sequence_bias": [[[5], float("inf")]]}, "sequence_bias"),
+    ({"sequence_bias": [[[5], float("nan")]]}, "sequence_bias"),
     ({"sequence_bias": [5]}, "sequence_bias"),
     ({"do_sample": True, "temperature": 1e-300}, "temperature"),
     ({"do_sample": True, "temperature": "hot"}, "temperature"),
@@ -234,6 +235,13 @@ class TestLimitsOfTheServer:
         assert config.max_new_tokens == 90
         with pytest.raises(OptionError, match="has 100 tokens"):
             fit_to_context(config, model, 100, ServeSettings(max_length=100))
+
+    def test_token_ids_end_with_the_vocabulary(self) -> None:
+        model = tiny_models.build("llama")
+        size = model.config.vocab_size
+        check_config(GenerationConfig(suppress_tokens=[size - 1]), model, ServeSettings())
+        with pytest.raises(OptionError, match=f"token ids of this model are 0 to {size - 1}"):
+            check_config(GenerationConfig(suppress_tokens=[size]), model, ServeSettings())
 
     def test_settings_of_the_model_itself_are_its_owners(self) -> None:
         model = tiny_models.build("llama")

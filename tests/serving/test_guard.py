@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serving.conftest import Served
+from tests.serving.conftest import Served, starting
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 pytest.importorskip("openai", reason="needs the extra 'serve'")
 
 import httpx2
 import openai
+
+from hf_spec.serving.guard import AccessGuard
+from hf_spec.serving.settings import ServeSettings
 
 CHAT = {"messages": [{"role": "user", "content": "babebi"}], "max_tokens": 2}
 
@@ -44,7 +50,8 @@ class TestHostAndOrigin:
         served = start(allowed_hosts=("ai.example",))
         allowed = {"Host": "ai.example:8000", "Origin": "https://ai.example"}
         assert status(served, allowed) == 200
-        assert status(served, {"Host": "other.example"}) == 403
+        for host in ("other.example", "not-ai.example", "ai.example.evil"):
+            assert status(served, {"Host": host}) == 403
         assert status(served, {}) == 200
 
     def test_a_server_for_other_machines_has_any_name(self, start: Callable[..., Served]) -> None:
@@ -53,9 +60,10 @@ class TestHostAndOrigin:
 
 
 class TestKey:
-    @pytest.fixture
-    def locked(self, start: Callable[..., Served]) -> Served:
-        return start(api_key="Schlüssel")
+    @pytest.fixture(scope="class")
+    def locked(self, folder: Path) -> Iterator[Served]:
+        with starting(folder) as begin:
+            yield begin(api_key="Schlüssel")
 
     @pytest.mark.parametrize("given", [None, "Bearer other", "Schlüssel", "Bearer Schlüssel2"])
     def test_is_needed(self, locked: Served, given: str | None) -> None:
@@ -86,3 +94,23 @@ def test_every_response_has_the_id_of_its_request(served: Served) -> None:
     assert of({"X-Request-Id": "mine"}) == "mine"
     assert len(of({})) == 36
     assert len(of({"X-Request-Id": "x" * 9999})) == 128
+
+
+def test_the_parts_of_a_body_have_one_limit() -> None:
+    """Over a network, it depends on the time how many parts are read at once."""
+    parts = iter([{"type": "http.request", "body": b" " * 60, "more_body": True}] * 2)
+    sent: list[Any] = []
+
+    async def app(*arguments: Any) -> None:
+        raise AssertionError("a body of 120 bytes was accepted")
+
+    async def receive() -> Any:
+        return next(parts)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    guard = AccessGuard(app, ServeSettings(max_body=100), Counter())
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"host", b"127.0.0.1")]}
+    asyncio.run(guard(scope, receive, send))
+    assert sent[0]["status"] == 413

@@ -39,6 +39,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestAClientThatLeaves:
+    @pytest.mark.by_default(path=("chat/completions",))
     @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
     def test_frees_its_slot_where_the_answer_is_not_streamed(
         self, served: Served, slow: None, path: str
@@ -46,11 +47,13 @@ class TestAClientThatLeaves:
         key = "max_output_tokens" if path == "responses" else "max_tokens"
         body = {"chat/completions": {"messages": MESSAGES}, "completions": {"prompt": "baba"}}
         given = {**body.get(path, {"input": "baba"}), key: 250, "stream": False}
+        cancelled = 'requests_total{outcome="cancelled"}'
+        before, generated = served.metric(cancelled), served.metric("generated_tokens_total")
         with pytest.raises(httpx2.TimeoutException):
             httpx2.post(f"{served.url}/v1/{path}", json=given, timeout=0.5)
-        served.wait(lambda: served.metric('requests_total{outcome="cancelled"}') == 1)
+        served.wait(lambda: served.metric(cancelled) == before + 1)
         served.wait(lambda: served.metric("running") == 0)
-        assert served.metric("generated_tokens_total") < 240
+        assert served.metric("generated_tokens_total") < generated + 240
 
     def test_is_missed_while_it_waits(self, start: Callable[..., Served], slow: None) -> None:
         served = start(max_batch=1)
@@ -76,18 +79,19 @@ class TestAClientThatLeaves:
 
 
 class TestTheEnd:
-    def test_answers_that_go_on_are_completed(self, served: Served, slow: None) -> None:
-        stream = served.ask("babebi", max_tokens=40, stream=True)
+    def test_answers_that_go_on_are_completed(self, fresh: Served, slow: None) -> None:
+        stream = fresh.ask("babebi", max_tokens=40, stream=True)
         pieces = [next(iter(stream))]
-        served.server.should_exit = True
+        fresh.server.should_exit = True
         pieces += list(stream)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
         assert text == plain("babebi", 40)
         assert pieces[-1].choices[0].finish_reason == "length"
 
+    @pytest.mark.by_default(path=("chat/completions",))
     @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
     def test_a_stream_that_takes_too_long_ends_with_an_error(
-        self, served: Served, slow: None, monkeypatch: pytest.MonkeyPatch, path: str
+        self, fresh: Served, slow: None, monkeypatch: pytest.MonkeyPatch, path: str
     ) -> None:
         monkeypatch.setattr(app, "DRAIN_SECONDS", 0.5)
         body = {"chat/completions": {"messages": MESSAGES}, "completions": {"prompt": "baba"}}
@@ -95,23 +99,23 @@ class TestTheEnd:
         if path == "responses":
             given = {"input": "baba", "max_output_tokens": 250, "stream": True}
         lines: list[str] = []
-        with httpx2.stream("POST", f"{served.url}/v1/{path}", json=given) as response:
+        with httpx2.stream("POST", f"{fresh.url}/v1/{path}", json=given) as response:
             for line in response.iter_lines():
                 lines += [line] if line else []
-                served.server.should_exit = True
+                fresh.server.should_exit = True
         assert "error" in lines[-1]
         assert "the server is stopping" in " ".join(lines)
         assert '"finish_reason":"' not in " ".join(lines)
         assert "response.completed" not in " ".join(lines)
 
     def test_an_answer_that_takes_too_long_is_an_error(
-        self, served: Served, slow: None, monkeypatch: pytest.MonkeyPatch
+        self, fresh: Served, slow: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(app, "DRAIN_SECONDS", 0.5)
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(served.ask, "babebi", max_tokens=250)
-            served.wait(lambda: served.metric("running") == 1)
-            served.server.should_exit = True
+            asked = pool.submit(fresh.ask, "babebi", max_tokens=250)
+            fresh.wait(lambda: fresh.metric("running") == 1)
+            fresh.server.should_exit = True
             with pytest.raises(openai.InternalServerError, match="503 - the server is stopping"):
                 asked.result()
 

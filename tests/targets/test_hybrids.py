@@ -27,6 +27,7 @@ from tests.hybrid_models import DELTA_NETS, HYBRIDS, MAMBA_1, PURE, build, noisy
 from tests.model_watch import snapshot
 from tests.refusals import refuse
 from tests.targets.cases import assert_same_up_to_ties
+from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import random_adaptive_tokens, wide_tree
 
 ONE, RAGGED = (23,), (23, 9, 2)
@@ -72,6 +73,7 @@ def guessed(name: str, lengths: tuple[int, ...], branches: bool) -> Any:
     return speculate(build(name), given, plain(name, lengths), branches)
 
 
+@pytest.mark.by_default(branches=(True,))
 @pytest.mark.parametrize("branches", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_greedy_output_is_that_of_plain_generate(name: str, branches: bool) -> None:
@@ -90,6 +92,7 @@ def test_what_is_compared_varies(name: str) -> None:
     assert len(set(torch.cat(outputs).tolist())) >= 20
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", THREE)
 def test_strategies(name: str, strategy: str) -> None:

@@ -90,6 +90,7 @@ BROKEN = {
 NAMES = [pytest.param(name, marks=BROKEN.get(name, ())) for name in FAMILIES]
 
 
+@pytest.mark.by_default(kind=("ragged",))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_with_images(name: str, kind: str) -> None:
@@ -109,6 +110,7 @@ def test_the_image_matters(name: str) -> None:
     assert not torch.equal(other, plain(name, "one"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_of_text(name: str, kind: str) -> None:

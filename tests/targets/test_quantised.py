@@ -23,6 +23,7 @@ from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 from tests import tiny_models
 from tests.targets.cases import NEW_TOKENS, SEED, assert_same_up_to_ties
+from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import VOCAB, random_adaptive_tokens, repetitive_prompt, wide_tree
 
 pytest.importorskip("bitsandbytes")
@@ -99,6 +100,7 @@ def speculation(folder: Path, model: Any, strategy: str, out: Path) -> dict[str,
     return {"spec_strategy": strategy, "assistant": hf_spec.truncated_draft(model, 2)}
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_own_output_up_to_ties(kind: str, strategy: str, folder: Path, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def check(kind: str, name: str) -> None:
         assert found == record()[name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "name"), SAMPLE, ids=[name for _, name in SAMPLE])
 def test_one_class_of_each_family(kind: str, name: str) -> None:
     check(kind, name)

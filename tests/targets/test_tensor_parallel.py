@@ -57,6 +57,7 @@ def both(ranks: list[dict[str, Any]], case: str) -> Any:
     return ranks[0][case]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fixed_sizes")
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_greedy(ranks: list[dict[str, Any]], name: str, strategy: str) -> None:

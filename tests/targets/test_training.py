@@ -103,6 +103,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return run_on_one_and_two(source, tmp_path_factory.mktemp("trained"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_two_processes_equal_one(method: str, trained: tuple[Path, Path]) -> None:
     one, two = (folder / method for folder in trained)
@@ -117,6 +118,7 @@ def test_two_processes_equal_one(method: str, trained: tuple[Path, Path]) -> Non
     assert (two / "saves1").read_text() == "0"
 
 
+@pytest.mark.full
 def test_a_falcon_head_on_two_processes_equals_one(trained: tuple[Path, Path]) -> None:
     one, two = (folder / "falcon" / "training" for folder in trained)
     expected, found = (load_file(folder / CHECKPOINT) for folder in (one, two))
@@ -126,6 +128,7 @@ def test_a_falcon_head_on_two_processes_equals_one(trained: tuple[Path, Path]) -
         assert a == pytest.approx(b, rel=1e-3)
 
 
+@pytest.mark.full
 def test_the_loop_on_two_processes_equals_one(trained: tuple[Path, Path]) -> None:
     one, two = (folder / "loop" for folder in trained)
     expected, found = (load_file(folder / CHECKPOINT) for folder in (one, two))
@@ -135,6 +138,7 @@ def test_the_loop_on_two_processes_equals_one(trained: tuple[Path, Path]) -> Non
         assert a == pytest.approx(b, rel=1e-5)
 
 
+@pytest.mark.full
 def test_fsdp_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

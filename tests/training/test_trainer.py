@@ -237,6 +237,16 @@ class TestSteps:
             slopes.append(line.slope.detach())
         torch.testing.assert_close(slopes[0], slopes[1])
 
+    def test_steps_of_many_tokens_and_of_few_weigh_the_same(self, tmp_path: Path) -> None:
+        """Every token has the same gradient, so AdamW moves by the learning rate in every step."""
+        slope = nn.Parameter(torch.zeros(1))
+        settings = replace(SETTINGS, epochs=1, accumulate=1, weight_decay=0.0)
+        counts = [1, 10, 1, 10]
+        loss = lambda count: ((0.01 * count * slope).sum(), count)  # noqa: E731
+        train({"s": slope}, loss, lambda _: counts, settings, tmp_path)
+        rates = [settings.rate(step, len(counts)) for step in range(len(counts))]
+        torch.testing.assert_close(slope.detach(), -torch.tensor([sum(rates)]))
+
 
 class TestBatches:
     def test_every_text_once_within_the_limit(self) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from hf_spec.backend.device import transfer
+# Device types that queue work. ROCm calls its devices "cuda".
+QUEUING = {"cuda", "mps", "xpu"}
 
 
 class Clock:
@@ -37,25 +38,31 @@ class DeviceClock(Clock):
 
     def __init__(self, device: torch.device):
         self._device = device
+        self._module = torch.get_device_module(device)
 
-    def mark(self) -> torch.cuda.Event:
-        """See `Clock`."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+    def mark(self) -> Any:
+        """Record an event in the current stream; MPS has only one."""
+        event = self._module.Event(enable_timing=True)
+        if hasattr(self._module, "current_stream"):
+            event.record(self._module.current_stream(self._device))
+        else:
+            event.record()
         return event
 
-    def passed(self, mark: torch.cuda.Event) -> bool:
+    def passed(self, mark: Any) -> bool:
         """Return True if the device has reached the event."""
-        return mark.query()
+        reached: bool = mark.query()
+        return reached
 
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
         """See `Clock`."""
-        return start.elapsed_time(end) / 1000
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1000
 
 
 def clock_of(device: torch.device) -> Clock:
     """Return the clock for work on a device."""
-    return DeviceClock(device) if device.type in transfer.ASYNCHRONOUS else Clock()
+    return DeviceClock(device) if device.type in QUEUING else Clock()
 
 
 class Stopwatch:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Device types that copy from pinned memory asynchronously; others use plain copies.
+# Device types that copy from pinned memory asynchronously, and on which drafts grow without the
+# host, in float64. Others use plain copies, which synchronize.
 ASYNCHRONOUS = {"cuda"}
 # Alignment in bytes of a tensor in the buffer; kernels read some of them in units of 16.
 ALIGNMENT = 16
@@ -74,5 +75,5 @@ def _on_host(tensor: Tensor) -> Tensor:
         return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
+    torch.get_device_module(tensor.device).current_stream(tensor.device).synchronize()
     return host

@@ -33,9 +33,12 @@ LEGEND: Final = {
 
 
 def legend(stats: SpecStats) -> str:
-    """Return one line for each row of the printed statistics."""
+    """Return one line for each row of the printed statistics that it knows."""
     labels = [line.split("  ")[0] for line in str(stats).splitlines()]
-    starts = (max(filter(label.startswith, LEGEND), key=len) for label in labels)
+    starts = [max(filter(label.startswith, LEGEND), key=len, default=None) for label in labels]
+    # A drafter registered by the user may count something else.
     return "\n".join(
-        f"{label}: {LEGEND[start]}" for label, start in zip(labels, starts, strict=True)
+        f"{label}: {LEGEND[start]}"
+        for label, start in zip(labels, starts, strict=True)
+        if start is not None
     )

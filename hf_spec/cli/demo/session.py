@@ -37,14 +37,14 @@ COPIED_NGRAM_LEN = 3
 LEFT_OUT = ("tokens/s", "peak memory")
 
 
-def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Download the model if needed and load it in float32."""
-    folder = smollm2_135m_instruct()
+def load(name: str | None, placement: Placement) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model `name`, by default the small model, which is downloaded if needed."""
+    name = name or str(smollm2_135m_instruct())
     with bars_on_a_terminal_only():
-        return load_target(str(folder), Placement("float32")), load_tokenizer(str(folder))
+        return load_target(name, placement), load_tokenizer(name)
 
 
-def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
+def run(benchmark: Benchmark, recorder: Recorder, console: Console, name: str) -> bool:
     """Run and show the benchmark; return True if every output equals plain `generate()`.
 
     The last strategy is replayed beside plain `generate()`, or printed without a terminal.
@@ -54,7 +54,8 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
     facts = environment(device)
     threads = f", {facts['threads']} threads" if device.type == "cpu" else ""
     conditions = (
-        f"SmolLM2-135M-Instruct, float32, greedy, on {facts['device']}{threads}; "
+        f"{name}, {str(benchmark.model.dtype).removeprefix('torch.')}, greedy, "
+        f"on {facts['device']}{threads}; "
         f"torch {facts['torch']}, transformers {facts['transformers']}"
     )
     console.print(Text(conditions, "dim"))

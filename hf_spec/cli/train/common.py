@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
@@ -29,6 +29,13 @@ class DataCommand(Command):
 
     panels: ClassVar = dict.fromkeys(("config", "help"), GENERAL)
     other_panels: ClassVar = dict.fromkeys(("argument", "option"), DATA)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; its options go to the run record of the training that it starts."""
+        from hf_spec.training.trainer import with_options
+
+        with with_options(ctx.params):
+            return super().invoke(ctx)
 
 
 def conclude(result: TrainingResult, next_step: str) -> None:

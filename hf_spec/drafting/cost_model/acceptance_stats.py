@@ -23,7 +23,7 @@ from hf_spec.engine.forward.output import ForwardOutput
 # Decay of old trials per trial, and number of trials that the prior weighs.
 DECAY = 0.95
 PRIOR_WEIGHT = 10.0
-# Of the first node at depth 1 and of deeper ones, for drafters without probabilities.
+# Prior of the first node at depth 1 and of deeper ones, for drafters without probabilities.
 NODE_PRIOR = 0.5, 0.7
 # The prior of levels weighs less: a drafter that fails must be detected fast. The prior of a deeper
 # level is the rate of the level above it.

@@ -89,7 +89,10 @@ class StopRules:
         """
         if token in self._eos or (self.max_length is not None and length >= self.max_length):
             return True
-        return any(bool(criterion(padded_ids()[None], None)) for criterion in self._per_row)
+        if not self._per_row:
+            return False
+        input_ids = padded_ids()[None]
+        return any(bool(criterion(input_ids, None)) for criterion in self._per_row)
 
     def end_rows(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
         """Call each batch criterion once and return per row whether one of them ends it.

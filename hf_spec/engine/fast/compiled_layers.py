@@ -152,18 +152,21 @@ class CompiledLayers:
             packed = packed_changes()
             if packed == self._packed and self._state is not None and self._state.holds():
                 return
-            self._packed, self._state = packed, LayerState()
-            kinds = [self._add(layer, self._state) for layer in self.layers]
+            state = LayerState()
+            kinds = [self._add(layer, state) for layer in self.layers]
             try:
-                code = self.number(self._state.seal())
+                code = self.number(state.seal())
             except UnwatchableError as error:
                 kinds = [None] * len(kinds)
                 for layer in self.layers:
                     self.refuse(layer.name, str(error))
             for layer, kind in zip(self.layers, kinds, strict=True):
-                layer.binding = None
+                binding = None
                 if kind is not None:
-                    layer.binding = _Binding(self.number((kind, code)), tensors_of(layer.layer))
+                    binding = _Binding(self.number((kind, code)), tensors_of(layer.layer))
+                # In one assignment: other threads read it without the lock.
+                layer.binding = binding
+            self._packed, self._state = packed, state
 
     def _add(self, layer: CompiledLayer, state: LayerState) -> Hashable | None:
         reason = _obstacle(layer.layer)

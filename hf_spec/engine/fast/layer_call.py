@@ -22,7 +22,7 @@ class _Table(NamedTuple):
 
     weights: ctypes.Array[Weight]
     outputs: list[tuple[torch.Size, torch.dtype]]
-    # What `weights` points to.
+    # Objects that `weights` points to.
     alive: list[Any]
 
 

@@ -55,8 +55,8 @@ def padding_of(model: PreTrainedModel, attention_mask: Tensor) -> list[int]:
 
 
 class _Forward(threading.local):
-    # Of the forward pass of this thread: (B, T) int64 position ids of its tokens, and (B, S) int64
-    # true positions of all keys.
+    # In this thread's forward pass: (B, T) int64 position ids of its tokens, and (B, S) int64 true
+    # positions of all keys.
     positions: Tensor | None = None
     key_positions: Tensor | None = None
 

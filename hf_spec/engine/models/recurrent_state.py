@@ -47,7 +47,7 @@ MAX_ENDS = 4
 
 
 class _Running(threading.local):
-    # Those whose model runs a forward pass in this thread.
+    # Mixers of the model that runs a forward pass in this thread.
     mixers: RecurrentMixers | None = None
 
 

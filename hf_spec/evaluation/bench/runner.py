@@ -212,14 +212,15 @@ def timed(
 
 def synchronize() -> None:
     """Wait for the GPU, if there is one, so that its work is included in a timing."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def reset_peak(device: torch.device) -> None:
     """Reset the peak of `peak_bytes`."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    memory: Any = getattr(torch, device.type, None)
+    if hasattr(memory, "reset_peak_memory_stats"):
+        memory.reset_peak_memory_stats(device)
     elif _RESET.exists():
         _RESET.write_text("5")
 
@@ -231,8 +232,9 @@ def peak_bytes(device: torch.device) -> int | None:
     process keeps freed memory, so a CPU figure includes all models of the benchmark and what other
     contenders cache. Only differences between runs show what one contender needs.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    memory: Any = getattr(torch, device.type, None)
+    if hasattr(memory, "max_memory_allocated"):
+        return int(memory.max_memory_allocated(device))
     if device.type != "cpu" or not _RESET.exists():
         return None
     peak = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())

@@ -61,7 +61,7 @@ class DrawnTable:
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """Yield one `rich` table or more."""
         columns = list(zip(self.table.head, *self.table.rows, strict=True))
-        widths = [max(map(len, [*head.split(), *cells])) for head, *cells in columns]
+        widths = [max(map(len, [*head.split(), *cells]), default=1) for head, *cells in columns]
         excess = _total(widths) - options.max_width
         narrow = list(widths)
         for column in self.table.wrapped:

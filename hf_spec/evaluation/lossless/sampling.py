@@ -82,9 +82,12 @@ def check_sampling(
     model: Any, prompts: Sequence[Tensor], plan: SamplingPlan, **method: Any
 ) -> SamplingResult:
     """Compare draws of the strategy in `method` after (1, L) prompts with plain sampling."""
-    devices = [model.device] if model.device.type == "cuda" else []
+    # MPS cannot save and restore its generator by device.
+    device = model.device
+    kept = {"device_type": device.type} if device.type in {"cuda", "xpu"} else {}
+    devices = [device] if kept else []
     texts = []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices, **kept):
         torch.manual_seed(plan.seed)
         ends = end_tokens(model)
         for prompt in prompts:
@@ -112,7 +115,7 @@ def plain_probs(model: Any, text: Tensor, plan: SamplingPlan) -> NextProbs:
         prefixes = torch.cat([text.expand(len(paths), -1), following], dim=1)
         settings = {"output_scores": True, **plan.options}
         parts = [generate_after(model, p, 1, **settings).scores[0] for p in prefixes.split(ROWS)]
-        return torch.cat(parts).double().softmax(dim=-1).cpu()
+        return torch.cat(parts).cpu().double().softmax(dim=-1)
 
     return next_probs
 

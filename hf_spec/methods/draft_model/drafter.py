@@ -32,6 +32,7 @@ from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 TRANSLATIONS = ("shared", "text")
 
 
+# `hf_spec.methods.draft_model.loading` registers both configs.
 @dataclass(frozen=True)
 class DraftConfig(LevelConfig):
     """Options of drafts from a model; a chain by default.

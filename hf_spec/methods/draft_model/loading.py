@@ -238,14 +238,7 @@ def _load_tokenizer(name: str) -> Any:
 def _load(kind: Any, name: str, failure: Callable[[Exception], str], **options: Any) -> Any:
     place = Place(name) if Path(name).exists() else Place.of(name)
     try:
-        return load_named(
-            kind,
-            place.repo_id,
-            revision=place.revision or "main",
-            # By default transformers asks on the terminal whether to run a model's own code.
-            trust_remote_code=False,
-            **options,
-        )
+        return load_named(kind, place.repo_id, revision=place.revision or "main", **options)
     except HubError:
         raise
     except Exception as error:

@@ -61,7 +61,7 @@ class CsgdSettings(Settings):
         soft_temperature: temperature of the soft loss. It divides the head's logits; the released
             code has 0.95.
         own_features: share of predicted inputs. The head predicts their input features.
-        own_passes: passes that predict them. Each reads the predictions of the pass before.
+        own_passes: passes that predict inputs. Each reads the predictions of the pass before.
         feature_scale: scale of compared features. They are compared as they are (raw), or each
             dimension is divided by its root mean square (dimension).
         learn_replaced: also learn at replaced inputs. They contain their answers.

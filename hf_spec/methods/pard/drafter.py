@@ -186,9 +186,10 @@ class PardDrafter(DraftModelDrafter):
         else:
             token_probs, tokens = probs.topk(min(self.shape.children, probs.shape[-1]), dim=-1)
         scores = self.policy.score(probs, [state.generated[row] + place for row, place in places])
+        fetched = fetch_all([tokens, token_probs, *([] if scores is None else [scores])])
         if scores is None:
-            scores = token_probs.new_zeros(len(rows))
-        columns: list[Any] = [*fetch_all([tokens, token_probs, scores]), probs]
+            fetched.append([0.0] * len(rows))
+        columns: list[Any] = [*fetched, probs]
         predicted, end = {}, 0
         for row, depth in depths.items():
             start, end = end, end + depth

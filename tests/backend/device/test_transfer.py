@@ -82,6 +82,15 @@ def test_several_tensors_come_back_in_one_transfer(monkeypatch: pytest.MonkeyPat
         assert (gpu.fetches, gpu.waits) == (1, {})
 
 
+def test_copies_without_pinned_memory_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on MPS and XPU."""
+    with pretended(monkeypatch, streams=False) as gpu:
+        sent = send(MIXED, DEVICE)
+        assert [fetch(tensor) for tensor in sent] == [tensor.tolist() for tensor in MIXED]
+        assert (gpu.sends, gpu.fetches) == (1, len(MIXED))
+        assert sum(gpu.waits.values()) == 1 + len(MIXED)
+
+
 def test_waiting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the tests below would prove nothing."""
     with pretended(monkeypatch) as gpu:
@@ -214,6 +223,7 @@ def name_of(case: Case) -> str:
     return "-".join([case.strategy, *extra])
 
 
+@pytest.mark.by_default(num_rows=(4,), case=lambda case: case.recorded or case.sampled)
 @pytest.mark.parametrize("num_rows", [1, 4])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_round_waits_for_its_outcome_alone(
@@ -256,6 +266,19 @@ def check_same(found: Decoded, plain: Decoded) -> None:
     assert found[0].stats.accepted_by_position == plain[0].stats.accepted_by_position
 
 
+@pytest.mark.parametrize("strategy", ["lookup", "draft", "tree", "falcon"])
+def test_a_device_that_is_not_asynchronous_gives_the_same(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As MPS and XPU: drafts grow on the host, and nothing on the device is float64."""
+    case = Case(strategy)
+    with pretended(monkeypatch, streams=False) as gpu:
+        found = decode(case, 2, gpu)
+    assert torch.float64 not in gpu.dtypes
+    assert found[0].stats.accepted_tokens > 0
+    check_same(found, decode(case, 2, None))
+
+
 def test_a_chain_that_nobody_looked_at_ends_with_its_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -281,6 +304,7 @@ TREES = [
 ]
 
 
+@pytest.mark.by_default(recorded=(True,), ends=lambda ends: ends == ())
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("ends", [(), tuple(range(0, tiny_models.VOCAB, 5))])
 @pytest.mark.parametrize("config", TREES, ids=range(len(TREES)))

@@ -40,3 +40,10 @@ def test_rows_that_are_missing_have_no_line() -> None:
     few = legend(SpecStats([RowStats(1, 0, 0, 1)])).splitlines()
     labels = [line.partition(":")[0] for line in few]
     assert labels == ["new tokens", "target forwards", "draft tokens", "seconds", "tokens/s"]
+
+
+def test_an_unknown_counter_has_no_line() -> None:
+    """A drafter that the user registers may count what it likes."""
+    counted = SpecStats([RowStats(1, 0, 0, 1)], counters={"cache_hits": 3})
+    assert "cache hits" in str(counted)
+    assert legend(counted) == legend(SpecStats([RowStats(1, 0, 0, 1)]))

@@ -278,6 +278,7 @@ class TestTwoProcesses:
         lines = [line for path in out.parent.glob("*.part") for line in complete_lines(path)]
         return [line["key"] for line in lines if "key" in line]
 
+    @pytest.mark.full
     def test_one_of_them_is_killed(self, folder: Path, tmp_path: Path) -> None:
         source, out = write(tmp_path / "in.jsonl", texts(self.PROMPTS)), tmp_path / "out.jsonl"
         running = self.start(TORCHRUN, folder, source, out)

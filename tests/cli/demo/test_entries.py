@@ -67,6 +67,7 @@ def test_the_head_serves_falcon_and_auto(smollm2: tuple[Any, Any]) -> None:
     assert [assistant for *_, assistant in found] == [None, None, *[str(ROOT / HEAD)] * 2]
 
 
+@pytest.mark.full
 @pytest.mark.real
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.id)
 def test_the_model_answers_well_and_ends(prompt: Any, smollm2: tuple[Any, Any]) -> None:

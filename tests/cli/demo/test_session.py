@@ -40,7 +40,7 @@ def run(console: Console, entries: Sequence[Entry] | None = None) -> bool:
         Suite(new_tokens=6, repeats=2, baselines=False),
         streamer=recorder,
     )
-    return session.run(benchmark, recorder, console)
+    return session.run(benchmark, recorder, console, "tiny-llama")
 
 
 def console(terminal: bool = False) -> Console:

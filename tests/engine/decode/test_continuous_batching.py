@@ -30,6 +30,7 @@ from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
 from hf_spec.methods.registry import make_drafter, parse_strategy
 from tests import tiny_models
 from tests.open_requests import PROMPTS, alone, drawn, generation, greedy
+from tests.tiers import FEW_STRATEGIES
 
 # Longer texts than the first capacity of the pool would hide growth.
 NEW_TOKENS = 6
@@ -243,6 +244,7 @@ def join_one_by_one(
     return streamed
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
 def test_each_is_answered_as_if_alone(strategy: str) -> None:
     found = join_one_by_one(generation(strategy=strategy), [greedy() for _ in range(7)])

@@ -21,6 +21,7 @@ from hf_spec import LookupConfig, OptionError, TreeConfig, UnsupportedError
 from hf_spec.engine.decode import logits_processors as processors
 from hf_spec.engine.decode.logits_processors import NodeProcessors, RowProcessors
 from tests.targets import whisper_cases
+from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import (
     STRATEGIES,
     VOCAB,
@@ -108,6 +109,7 @@ WARPERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_default(batch=("ragged",))
 @pytest.mark.parametrize("batch", ["one", "ragged"])
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 @pytest.mark.parametrize("name", SETTINGS)
@@ -130,6 +132,7 @@ def test_the_settings_change_the_output(name: str) -> None:
     assert any(changed)
 
 
+@pytest.mark.by_default(batch=("ragged",))
 @pytest.mark.parametrize("batch", ["one", "ragged"])
 @pytest.mark.parametrize("name", WARPERS)
 def test_scores_of_sampling_are_those_of_plain_generate(name: str, batch: str) -> None:
@@ -250,6 +253,7 @@ USER_WRITTEN = [
 ]
 
 
+@pytest.mark.by_default(batch=("ragged",))
 @pytest.mark.parametrize("batch", ["one", "ragged"])
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 @pytest.mark.parametrize("make", USER_WRITTEN)
@@ -533,6 +537,7 @@ class TestRowProcessors:
             RowProcessors(1, raised).begin(0, [Unique()])
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_watermark_that_raises_an_error_on_some_scores(strategy: str) -> None:
     """Those of the draft model, here; of the target's it makes something at every step."""

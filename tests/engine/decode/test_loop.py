@@ -22,6 +22,7 @@ from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
 from tests import tiny_models
+from tests.tiers import FEW_STRATEGIES
 
 
 def decode(batch: dict[str, Tensor], eos: list[int], **watched: Any) -> GenerationState:
@@ -36,6 +37,7 @@ def decode(batch: dict[str, Tensor], eos: list[int], **watched: Any) -> Generati
     return state
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 7])
 def test_the_length_is_exact(strategy: str, new_tokens: int) -> None:

@@ -22,6 +22,7 @@ from tests.open_requests import (
     generation,
     greedy,
 )
+from tests.tiers import FEW_STRATEGIES
 
 # A prompt that begins with this token is the one whose settings fail.
 POISON = 5
@@ -63,6 +64,7 @@ INNOCENT = PROMPTS[:3] + PROMPTS[4:]
 MIXED = [*INNOCENT[:1], PROMPT, *INNOCENT[1:]]
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
 @pytest.mark.parametrize(
     ("make", "said"),
@@ -88,6 +90,7 @@ def test_the_others_go_on_and_stay_exact(
     assert len(before) < NEW_TOKENS
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
 def test_scores_from_which_nothing_can_be_drawn(strategy: str) -> None:
     found = batch(strategy, MIXED, logits_processor=[NanProcessor()], do_sample=True)

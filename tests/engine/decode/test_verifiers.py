@@ -275,6 +275,18 @@ class TestAllNodesAtOnce:
         assert together.accepted == apart.accepted == [[2, 5], []]
         assert together.bonus == apart.bonus == [5, 2]
 
+    def test_scores_in_bfloat16_are_processed_in_float32(self) -> None:
+        class Shifted(NodeDraw):
+            def __init__(self, processors: Any, num_rows: int):
+                super().__init__(processors, num_rows)
+                self.processors._steps[0].processor = lambda _, scores: scores + 100
+
+        # In bfloat16 both sums are 110, and the first of equals would be taken.
+        logits = torch.zeros(1, VOCAB, dtype=torch.bfloat16)
+        logits[:, 2], logits[:, 4] = 10, 10.0625
+        apart, together = self.both(Shifted, DraftTree.from_rows([([1], [-1])]), logits)
+        assert together.bonus == apart.bonus == [4]
+
     def test_what_lies_behind_an_end_of_sequence_is_cut_off(self) -> None:
         tree = DraftTree.from_rows([BRANCHED])
         apart, together = self.both(NodeDraw, tree, one_hot([3, 0, 4, 0, 0, 5]), eos=3)

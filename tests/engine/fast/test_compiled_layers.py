@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import hf_spec
 from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
 from hf_spec.engine.fast import layer_tracing as layer_programs
-from hf_spec.engine.fast.compiled_layers import CompiledLayers
+from hf_spec.engine.fast.compiled_layers import CompiledLayers, compiling
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
@@ -326,6 +326,13 @@ def test_the_option_holds_for_one_call(runs: list[Any]) -> None:
     assert torch.equal(generate(target, "llama", spec_strategy="lookup"), plain)
     assert not runs
     assert not forwards(target)
+
+
+def test_the_option_ends_with_a_call_that_fails() -> None:
+    layers = CompiledLayers.of(model("llama"))
+    with pytest.raises(RuntimeError, match="interrupted"), compiling(True):
+        raise RuntimeError("interrupted")
+    assert not layers.wanted
 
 
 def test_the_option_overrides_a_compiled_model(runs: list[Any]) -> None:

@@ -38,6 +38,7 @@ from hf_spec.methods.draft_model.truncated import truncated_draft
 from hf_spec.methods.feature_pairs.draft_head import DraftHead
 from tests import hybrid_models, tiny_models
 from tests.fake_gpu import standing
+from tests.tiers import FEW_STRATEGIES
 
 # The adaptive tokens of `sdsat` run as they come.
 STRATEGIES = [name for name in tiny_models.STRATEGIES if name not in {"none", "sdsat"}]
@@ -75,6 +76,7 @@ def generate(name: str, kind: str, **options: Any) -> Any:
     )
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("kind", ["one", "ragged"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_padded_steps_say_the_same(strategy: str, kind: str, shapes: list[Any]) -> None:

@@ -544,6 +544,7 @@ class TestRounded:
         model = Tied().bfloat16()
         assert torch.equal(self.drafted(model), run_fast(model))
 
+    @pytest.mark.by_default(strategy=("tree", "falcon"))
     @pytest.mark.parametrize(
         "strategy",
         ["draft", "tree", "falcon", "eagle", "block", "heads", "disco", "gemma_assistant"],

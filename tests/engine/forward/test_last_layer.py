@@ -35,3 +35,12 @@ def test_layers_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.config, "num_hidden_layers", 7)
     with pytest.raises(UnsupportedError, match="0 lists of 7 layers"):
         LastLayer(model)
+
+
+def test_the_hook_goes_after_an_exception() -> None:
+    model: Any = build("llama")
+    hooks = model.model.layers[-1]._forward_hooks
+    before = dict(hooks)
+    with pytest.raises(RuntimeError, match="interrupted"), LastLayer(model).watched():
+        raise RuntimeError("interrupted")
+    assert dict(hooks) == before

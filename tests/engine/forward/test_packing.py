@@ -42,6 +42,18 @@ def test_packed_tokens_follow_each_other_without_padding() -> None:
     assert root.visible is None, "one token sees everything"
 
 
+def test_rows_that_differ_in_parents_alone_have_masks_of_their_own() -> None:
+    tree = DraftTree.from_rows([([5, 6, 7], [-1, 0, 1]), ([5, 6, 7], [-1, 0, 0])])
+    work = [
+        RowWork(row, stored=2, pending=[], nodes=nodes, offsets=[0, 1, 2], width=3)
+        for row, nodes in enumerate(([0, 1, 2], [3, 4, 5]))
+    ]
+    inputs = pack(work, tree)
+    assert inputs.positions == [2, 3, 4, 2, 3, 3]
+    last_lines = [segment.visible[-1].int().tolist() for segment in inputs.segments]
+    assert last_lines == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1]]
+
+
 def test_rectangle_is_aligned_on_the_right_and_pads_to_the_spare_index() -> None:
     inputs = align_right(WORK, TREE, num_rows=3, spare_index=63)
     assert inputs.tokens.tolist() == [[1, 2, 3, 5, 6, 7], [0] * 6, [0, 0, 0, 0, 0, 8]]

@@ -76,6 +76,20 @@ def test_levels_of_one_round_share_its_start() -> None:
     assert rows.stored == [6, 2]
 
 
+@pytest.mark.parametrize(("path", "kept"), [([2], [2]), ([1, 3], [1, 3]), ([2, 4], [2])])
+def test_accepted_nodes_move_together_up_to_one_that_never_ran(
+    path: list[int], kept: list[int]
+) -> None:
+    """Node 4 is a leaf, which a draft model does not run."""
+    rows, text = storage("unpadded"), [7, 8, 9]
+    tree = DraftTree.from_rows([([9, 20, 21, 22, 23], [-1, 0, 0, 1, 2]), ([], [])])
+    (work,) = rows.plan(tree, [text, []], [0, 1, 2, 3])
+    rows.pool.keys[0][0, 0, work.cache_indices, 0] = torch.tensor(work.tokens(tree)).float()
+    rows.mark_ran([work])
+    assert rows.keep([path, []]) == {0: [0, *kept]}
+    assert stored(rows, 0, rows.stored[0]) == [*text, *(tree.tokens[node] for node in kept)]
+
+
 @pytest.mark.parametrize("batching", BATCHING)
 def test_a_row_that_restarts_holds_nothing(batching: str) -> None:
     rows, texts = storage(batching), [list(prompt) for prompt in PROMPTS]

@@ -259,6 +259,14 @@ def test_the_name_holds_for_one_model_in_one_block() -> None:
     assert model.config._attn_implementation == before
 
 
+def test_the_name_goes_after_an_exception() -> None:
+    model = tiny_models.build("llama")
+    before = model.config._attn_implementation
+    with pytest.raises(RuntimeError, match="interrupted"), PackedAttention(model).active():
+        raise RuntimeError("interrupted")
+    assert model.config._attn_implementation == before
+
+
 def test_the_name_is_no_part_of_a_config() -> None:
     """A config that is copied, compared or saved in the middle of a forward is the user's own."""
     model = tiny_models.build("llama")

@@ -91,6 +91,20 @@ def test_growing_a_tree_level_by_level_and_going_on_from_it(name: str, batching:
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_going_on_from_paths_shorter_than_the_longest(name: str) -> None:
+    """They were padded, so the state after the padding is not theirs."""
+    model, tree, rows = build(name), DraftTree.from_rows(TREE), sequences()
+    with ModelRunner(model, 4).active() as runner:
+        runner.forward(tree, rows)
+        runner.keep([[1, 3], [2], [], []])
+        rows[0] += [20, 22, 60]
+        rows[1] += [51, 9]
+        rows[2] += [11]
+        after = DraftTree.from_rows([([60, 3], [-1, 0]), ([9], [-1]), ([11], [-1]), ([], [])])
+        close(runner.forward(after, rows).logits, expected_logits(model, after, rows))
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_a_long_prompt_runs_in_stretches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_spec.engine.runner.PREFILL_CHUNK", 5)
     model, tree = build(name), DraftTree.from_rows(TREE)

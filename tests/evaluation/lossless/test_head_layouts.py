@@ -96,7 +96,7 @@ def block_head(name: str, outputs: torch.Tensor, config: Any, **tensors: torch.T
 def test_layers_of_a_block_head() -> None:
     """Ids that count layers, in a config whose ids are indices.
 
-    The head says what it sees most of in half the numbers of an embedding.
+    The head predicts the token that it attends to most; its embeddings use half of the dimensions.
     """
     size, half = feature_reference.SIZE, feature_reference.SIZE // 2
     # A head of keys serves two heads; the first of them is taken.
@@ -122,7 +122,7 @@ def test_layers_of_a_block_head() -> None:
 
 
 def test_what_an_output_of_a_block_head_drafts() -> None:
-    """A place knows its own token alone: the last one tells what follows, a mask does not."""
+    """Each position sees only its own token, so the last token predicts and masks do not."""
     following = (5 * torch.arange(VOCAB) + 3) % VOCAB
     outputs = torch.zeros_like(embeddings()).index_copy(0, following, embeddings())
     folder = block_head("block-anchor", outputs, feature_reference.dflash().config)

@@ -59,9 +59,6 @@ def assistants(name: str) -> Any:
     }[name]()
 
 
-ALL = ["tree", "falcon", "disco", "sdsat", "two trees", "all"]
-
-
 @cache
 def plain(kind: str) -> Tensor:
     return build("llama").generate(
@@ -96,8 +93,9 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
 
 class TestOutput:
     @pytest.mark.parametrize("kind", ["one", "ragged"])
-    @pytest.mark.parametrize("name", ALL)
+    @pytest.mark.parametrize("name", ["two trees", "all"])
     def test_it_is_the_targets_own(self, name: str, kind: str) -> None:
+        """With single assistants: tests/methods/test_contract.py."""
         output = run(kind, assistant=assistants(name))
         assert output.sequences.tolist() == plain(kind).tolist()
         counters = output.spec_stats.counters

@@ -28,7 +28,7 @@ from tests.feature_reference import (
     watch_drafts,
 )
 from tests.refusals import refuse
-from tests.tiny_models import build, disco_adapter, prompts, settled_prompt
+from tests.tiny_models import build, prompts, settled_prompt
 
 MODEL = build("llama")
 TREE = [[0], [1], [4], [0, 0], [0, 2], [1, 0], [4, 1], [0, 0, 0], [0, 0, 3], [1, 0, 0]]
@@ -124,10 +124,6 @@ def test_the_confidence_head_ends_a_draft() -> None:
             assert drafted == BLOCK or sure[drafted - 1] < threshold
             heights.add(drafted)
     assert len(heights) > 1
-
-
-def test_discos_classifier_ends_a_draft() -> None:
-    generate(deepspec(), length_policy="disco", adapter=disco_adapter("llama"))
 
 
 def test_layers_that_the_config_does_not_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -65,9 +66,11 @@ def paths(tree: DraftTree, row: int = 0) -> list[tuple[int, ...]]:
 class TestShape:
     @pytest.mark.parametrize("children", [1, 3])
     @pytest.mark.parametrize("expanded", [1, 4])
-    @pytest.mark.parametrize("max_nodes", [2, 15, 100])
-    @pytest.mark.parametrize("depth", [1, 4])
-    def test_bounds(self, children: int, expanded: int, max_nodes: int, depth: int) -> None:
+    def test_bounds(self, children: int, expanded: int) -> None:
+        for max_nodes, depth in itertools.product((2, 15, 100), (1, 4)):
+            self.check_bounds(children, expanded, max_nodes, depth)
+
+    def check_bounds(self, children: int, expanded: int, max_nodes: int, depth: int) -> None:
         config = TreeConfig(
             max_draft_tokens=depth,
             children=children,
@@ -253,8 +256,7 @@ class TestCounters:
 
 
 class TestAcceptance:
-    @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
-    @pytest.mark.parametrize("levels", [1, 5])
+    @pytest.mark.parametrize(("name", "levels"), [("llama", 1), ("gemma3", 5), ("bloom", 5)])
     def test_the_target_as_its_own_draft_accepts_everything(self, name: str, levels: int) -> None:
         model = build(name)
         output = model.generate(

@@ -39,8 +39,9 @@ def logits(model: PreTrainedModel) -> Tensor:
     return model(PROMPT).logits
 
 
-@pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize(
+    ("name", "num_layers"), [("llama", 1), ("gpt2", 1), ("opt", 2), ("gemma3", 2)]
+)
 class TestEveryArchitecture:
     def test_it_computes_what_the_cut_target_computes(self, name: str, num_layers: int) -> None:
         model = build(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from tests.drafting.test_rank_tree import RAGGED, random_paths
 from tests.falcon_reference import block_ends, drafted, features_of, random_head
 from tests.host_and_device import check_same_drafts
-from tests.model_watch import count_forwards, snapshot
+from tests.model_watch import count_forwards
 from tests.published_heads import sample as published
 from tests.refusals import refuse, small_llama
 from tests.tiny_models import VOCAB, build, prompts, ragged_batch, repetitive_prompt, settled_prompt
@@ -147,9 +146,17 @@ def check_against_reference(
 
 
 class TestDrafts:
-    @pytest.mark.parametrize("recurrent", [False, True])
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("name", ["llama", "gemma3"])
+    @pytest.mark.parametrize(
+        ("name", "size", "recurrent"),
+        [
+            ("llama", 1, False),
+            ("llama", 2, True),
+            ("llama", 3, False),
+            ("llama", 4, True),
+            ("gemma3", 2, False),
+            ("gemma3", 3, True),
+        ],
+    )
     def test_every_draft_of_a_ragged_batch(self, name: str, size: int, recurrent: bool) -> None:
         head = random_head(name, size, 2, recurrent)
         with watch_drafts() as seen:
@@ -158,8 +165,7 @@ class TestDrafts:
         # Rounds of several lengths, or re-feeding would never be seen.
         assert output.spec_stats.accepted_tokens > 0
 
-    @pytest.mark.parametrize("size", [1, 2])
-    @pytest.mark.parametrize("name", ["llama", "gemma3"])
+    @pytest.mark.parametrize(("name", "size"), [("llama", 1), ("gemma3", 2)])
     def test_features_of_several_states(
         self, name: str, size: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -249,8 +255,9 @@ class TestDrafts:
 
 
 class TestIdentity:
-    @pytest.mark.parametrize("tree", ["auto", "chain", BUSHY.paths])
-    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize(
+        ("tree", "size"), [("auto", 1), ("chain", 2), (BUSHY.paths, 3), ("auto", 4)]
+    )
     def test_greedy(self, size: int, tree: Any) -> None:
         for name, recurrent in (("llama", False), ("gemma3", True), ("gpt_neox", False)):
             for kind in ("one", "ragged"):
@@ -261,8 +268,9 @@ class TestIdentity:
                 output = generate(name, kind, head, 12, tree=tree)
                 assert torch.equal(output.sequences, plain)
 
-    @pytest.mark.parametrize("tree", ["falcon-vicuna", "falcon-llama"])
-    @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+    @pytest.mark.parametrize(
+        ("name", "tree"), [("llama", "falcon-vicuna"), ("qwen2", "falcon-llama")]
+    )
     def test_published_trees(self, name: str, tree: str) -> None:
         for kind in ("one", "ragged"):
             plain = build(name).generate(**prompts(name, kind), max_new_tokens=12, do_sample=False)
@@ -270,7 +278,7 @@ class TestIdentity:
             assert torch.equal(output.sequences, plain)
             assert output.spec_stats.accepted_tokens > 0
 
-    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("size", [1, 3])
     def test_what_the_head_knows_is_accepted(self, size: int) -> None:
         plain = build("llama").generate(settled_prompt("llama"), max_new_tokens=40, do_sample=False)
         output = generate("llama", "one", knowing_head(size), 40, tree="chain")
@@ -336,12 +344,6 @@ class TestCost:
         assert len({len(rows) for _, _, rows, _ in seen}) > 1
         for tree, _, rows, _ in seen:
             assert [row for row in range(5) if tree.nodes(row)] == rows
-
-    def test_everything_is_left_as_it_was(self) -> None:
-        head, model = random_head("llama"), build("llama")
-        before = snapshot(model), snapshot(head.attention)
-        generate("llama", "one", head)
-        assert (snapshot(model), snapshot(head.attention)) == before
 
 
 class TestPolicies:
@@ -432,9 +434,11 @@ class TestUsedLists:
         assert lists.places.tolist() == [0, 0, 1, 2]
 
     @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("seed", range(4))
-    def test_every_node_has_a_list(self, seed: int, size: int) -> None:
-        tree = RankTree.of(random_paths(seed))
+    def test_every_node_has_a_list(self, size: int) -> None:
+        for seed in range(4):
+            self.check_lists(RankTree.of(random_paths(seed)), size)
+
+    def check_lists(self, tree: RankTree, size: int) -> None:
         for index, lists in enumerate(used_lists(tree, size)):
             first = index * size
             blocks = sorted({p[:first] for p in tree.paths if len(p) > first})
@@ -494,24 +498,15 @@ class TestTrees:
             assert sum(reach > least + 1e-6 for reach in drafted.values()) < 7
             assert all(abs(drafted[path] - reach) < 1e-4 for path, reach in sent.items())
 
-    def test_options_survive_json(self) -> None:
-        config = FalconConfig(tree=[[0], [0, 1]], max_draft_tokens=3)
-        stored = json.loads(json.dumps(config.to_dict()))
-        stored.pop("strategy")
-        assert FalconConfig(**stored) == config
-
 
 class TestRefusals:
     def refuse(self, match: str, error: Any = AssistantError, **call: Any) -> None:
         call = {"spec_strategy": "falcon", "assistant": random_head("llama"), **call}
         refuse(match, error=error, **call)
 
-    def test_assistants(self, tmp_path: Path) -> None:
-        self.refuse("needs assistant", assistant=None)
-        self.refuse("type Linear is not a Falcon head", assistant=torch.nn.Linear(2, 2))
+    def test_assistants(self) -> None:
+        """Other unsuitable ones: tests/methods/test_contract.py."""
         self.refuse("type LlamaForCausalLM is not a Falcon head", assistant=build("llama"))
-        self.refuse("there is no folder /no/such/head", assistant="/no/such/head")
-        self.refuse("has no adapter_config", assistant=tmp_path)
         training = copy.deepcopy(random_head("llama")).train()
         self.refuse("in training mode", assistant=training)
 
@@ -534,7 +529,7 @@ class TestRefusals:
     def test_models_without_the_attention_interface(self, name: str) -> None:
         self.refuse("takes no attention function", UnsupportedError, model=build(name))
 
-    @pytest.mark.parametrize("size", [1, 3, 4])
+    @pytest.mark.parametrize("size", [1, 3])
     def test_published_trees_with_another_k(self, size: int) -> None:
         self.refuse(
             f"block_size 2; this one has {size}",
@@ -581,11 +576,6 @@ class TestRefusals:
             OptionError, match=r"tree|draft_tokens|max_nodes|length_policy|threshold|adapter"
         ):
             FalconConfig(**options)
-
-    def test_assisted_decoding_of_transformers(self) -> None:
-        drafter = FalconDrafter(random_head("llama"), BUSHY)
-        with pytest.raises(UnsupportedError, match="features"):
-            drafter.get_candidates(PROMPT)
 
     def test_nothing_runs_when_refused(self) -> None:
         head = random_head("llama", 3)

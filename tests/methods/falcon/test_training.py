@@ -42,12 +42,12 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
 
 
+@pytest.mark.by_default(vocabulary_size=(60,))
 @pytest.mark.parametrize(
     ("shape", "vocabulary_size"),
     [
         (FalconShape(2), 60),
         (FalconShape(3, num_layers=2), None),
-        (FalconShape(1), None),
         (FalconShape(1, fused=True), None),
         (FalconShape(2, recurrent=True), None),
     ],

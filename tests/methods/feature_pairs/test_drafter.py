@@ -6,23 +6,16 @@ They are held against a head in plain torch that reads the whole text again for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hf_spec import EagleConfig, UnsupportedError
+from hf_spec import EagleConfig
 from hf_spec.common.compat import CACHE_NAME, output_cache
-from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
-from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.methods.feature_pairs import runner as pair_runner
-from hf_spec.methods.feature_pairs.draft_head import SinglePairShape
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
-from hf_spec.methods.loading import resolve_published
 from tests.host_and_device import check_same_drafts
-from tests.methods.draft_model.test_drafter import start
 from tests.published_heads import Reference, sample
 from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
 
@@ -111,8 +104,15 @@ def test_chains(kind: str, rounds: list[Round]) -> None:
         same_paths(paths_of(one), beam(reference, one[0], depth, 1, depth))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{"tree": "chain"}, {"width": 3, "max_nodes": 9}])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("eagle3", {"tree": "chain"}),
+        ("peagle", {"tree": "chain"}),
+        ("eagle", {"width": 3, "max_nodes": 9}),
+        ("peagle", {"width": 3, "max_nodes": 9}),
+    ],
+)
 def test_drafts_that_nobody_watches(
     kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,41 +198,3 @@ def test_passes_of_the_head() -> None:
     parallel = generate("peagle", step, **prompt).spec_stats
     assert parallel.draft_forwards <= parallel.target_forwards - 1
     assert stepwise.draft_forwards > stepwise.target_forwards
-
-
-class LastState:
-    """A head whose features are the target's last states."""
-
-    head = SimpleNamespace(vocabulary=None)
-    attention = SimpleNamespace(device=torch.device("cpu"))
-    shape, hidden_layers, hidden_size, mask_pair = SinglePairShape(), (-1,), 1, None
-
-    def fuse(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
-        return states[0]
-
-
-def test_the_root_and_the_accepted_nodes_become_pairs() -> None:
-    drafter = PairDrafter(EagleConfig(max_draft_tokens=2), LastState(), LengthPolicy(2))
-    drafter.start(start(ragged_batch((3, 4, 5))))
-    drafter._root_positions = [2, 0, 4]
-    states = torch.arange(10.0)[:, None]
-    tree = DraftTree.from_drafts({0: ([5, 6, 7], [-1, 0, 0]), 2: ([8, 9], [-1, 0])}, 3)
-    output = ForwardOutput(torch.empty(0), {-1: states}, {0: [0, 1]}, [2, 3, 4, 5, 6])
-    drafter.observe(Verdict(tree, [[2], [], []], [1, None, 1]), output)
-    rows = drafter._rows
-    assert [row.num_pairs for row in rows] == [4, 0, 1]
-    assert rows[0].features.flatten().tolist() == [0, 1, 2, 4]
-    assert rows[2].features.flatten().tolist() == [5]
-    # The second text began in a reused cache.
-    assert (rows[0].first, rows[2].first) == (0, 4)
-    assert rows[0].slice(2, 4).flatten().tolist() == [2, 4]
-    drafter.restart(0)
-    assert (rows[0].num_pairs, rows[0].first) == (0, -1)
-
-
-def test_no_candidates_for_assisted_decoding() -> None:
-    model = build("llama")
-    head = resolve_published("eagle", sample("eagle3").folder, model, ("eagle3",))
-    drafter = PairDrafter(EagleConfig(max_draft_tokens=2), head, LengthPolicy(2))
-    with pytest.raises(UnsupportedError, match="target's features"):
-        drafter.get_candidates(repetitive_prompt())

@@ -16,8 +16,6 @@ from tests.falcon_reference import random_head
 from tests.model_watch import snapshot
 from tests.tiny_models import VOCAB, build
 
-SIZES = [1, 2, 3, 4]
-
 
 def text(seed: int, length: int) -> tuple[list[int], Tensor]:
     """`length` pairs: one token more, and their features."""
@@ -39,9 +37,19 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 class TestFeed:
-    @pytest.mark.parametrize("recurrent", [False, True])
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+    @pytest.mark.parametrize(
+        ("name", "size", "recurrent"),
+        [
+            ("llama", 1, False),
+            ("llama", 2, True),
+            ("llama", 3, False),
+            ("llama", 4, True),
+            ("gemma3", 2, False),
+            ("gemma3", 3, True),
+            ("gpt_oss", 2, True),
+            ("gpt_oss", 4, False),
+        ],
+    )
     @torch.no_grad()
     def test_ragged_rows_equal_whole_texts(self, name: str, size: int, recurrent: bool) -> None:
         """One layer, whose keys and values do not know the grid that they were stored under."""
@@ -66,8 +74,7 @@ class TestFeed:
             for row, length in enumerate(lengths):
                 close(outputs[row], newest(head, tokens[row], texts[row][1][:length]))
 
-    @pytest.mark.parametrize("recurrent", [False, True])
-    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize(("size", "recurrent"), [(1, True), (2, False), (3, True), (4, False)])
     @torch.no_grad()
     def test_long_prompts_run_in_stretches(
         self, size: int, recurrent: bool, monkeypatch: pytest.MonkeyPatch
@@ -134,9 +141,12 @@ def blocks_of(tree: RankTree, size: int, index: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("seed", range(4))
-def test_blocks_see_their_ancestors_and_themselves(seed: int, size: int) -> None:
-    tree = RankTree.of(random_paths(seed))
+def test_blocks_see_their_ancestors_and_themselves(size: int) -> None:
+    for seed in range(4):
+        check_blocks(RankTree.of(random_paths(seed)), size)
+
+
+def check_blocks(tree: RankTree, size: int) -> None:
     earlier: list[Path] = []
     parents = [-1]
     for index in range(1, -(-tree.height // size)):

@@ -31,8 +31,10 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("merge_length", [None, 0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+@pytest.mark.parametrize(
+    ("name", "merge_length"),
+    [("llama", None), ("llama", 0), ("llama", 3), ("gemma3", 1), ("bloom", 2)],
+)
 def test_greedy_is_identical(name: str, merge_length: int | None) -> None:
     model = build(name)
     config = hf_spec.GsdConfig(merge_length=merge_length, **WIDE)
@@ -123,16 +125,16 @@ def test_refused_options(options: dict[str, Any]) -> None:
         hf_spec.GsdConfig(**options)
 
 
-@pytest.mark.parametrize("policy", ["static", "heuristic", "confidence"])
-@pytest.mark.parametrize("lossy", [False, True], ids=["lossless", "lossy"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
-def test_greedy_is_identical_with_every_length_policy(name: str, lossy: bool, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "policy"), [("llama", "static"), ("gemma3", "heuristic"), ("bloom", "confidence")]
+)
+def test_the_lossy_rule_leaves_greedy_output_alone(name: str, policy: str) -> None:
     model = build(name)
     config = hf_spec.GsdConfig(
         **{**WIDE, "max_draft_tokens": 3, "merge_length": 0},
         length_policy=policy,
         confidence_threshold=0.15,
-        lossy=lossy,
+        lossy=True,
     )
     options = {**prompts(name, "ragged"), "max_new_tokens": 24, "do_sample": False}
     expected = model.generate(**options)
@@ -225,7 +227,7 @@ def drafted_by_hand(
 class TestGraph:
     """What is drafted, against a plain reading of the paper with one forward per node."""
 
-    @pytest.mark.parametrize("merge_length", [None, 0, 1, 2])
+    @pytest.mark.parametrize("merge_length", [None, 0, 2])
     @pytest.mark.parametrize(("probability", "ratio"), [(0.0, 0.0), (0.1, 0.0), (0.05, 0.4)])
     def test_counts(self, merge_length: int | None, probability: float, ratio: float) -> None:
         config = hf_spec.GsdConfig(

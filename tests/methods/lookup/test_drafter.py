@@ -119,6 +119,13 @@ class TestIndex:
             assert shape(got) == shape(expected)
             state.append(0, tokens[length])
 
+    def test_a_row_begins_again_without_the_text_before(self) -> None:
+        drafter = LookupDrafter(LookupConfig(copy_length=1))
+        draft(start((5, 6, 7, 5, 6)), drafter)
+        drafter.restart(0)
+        later = start((1, 2, 3, 4, 5, 6))
+        assert drafter.draft(later, later.draft_limits).tokens == [6]
+
     def test_rows_are_looked_up_in_themselves(self) -> None:
         state = start((5, 6, 7, 5, 6), (8, 6), (6, 9, 9, 9, 6), (3,))
         tree = draft(state, copy_length=1)

@@ -110,23 +110,6 @@ class TestGenerate:
         assert outputs[0] == outputs[1]
         assert sum(outputs[0]) > 0
 
-    def test_auto_takes_a_head(self) -> None:
-        found = sample("llama", "qwen")
-        timings = {"verify": [[1, 1.0], [64, 1.1]], "draft": {"mtp": [[1, 0.001]]}}
-        model = found.model
-        batch = ragged_batch()
-        output = model.generate(
-            **batch,
-            max_new_tokens=12,
-            do_sample=False,
-            spec_strategy={"strategy": "auto", "timings": timings},
-            assistant=found.head,
-            return_dict_in_generate=True,
-        )
-        plain = model.generate(**batch, max_new_tokens=12, do_sample=False)
-        assert torch.equal(output.sequences, plain)
-        assert output.spec_stats.counters["asked_mtp"] > 0
-
 
 class TestRefusals:
     def test_a_model_that_was_not_loaded(self) -> None:

@@ -22,7 +22,6 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.methods.registry import parse_strategy
 from hf_spec.methods.sdsat.adaptive_tokens import from_adapter
 from hf_spec.methods.sdsat.drafter import SdsatDrafter
 from tests.model_watch import count_forwards, snapshot
@@ -50,9 +49,9 @@ def generate(name: str, kind: str = "one", **options: Any) -> Any:
 
 
 class TestGreedyIsIdentical:
+    @pytest.mark.by_default(name=("llama",), k=(1, 5, 13))
     @BOTH
-    @pytest.mark.parametrize("k", [1, 3, 5, 7, 13])
-    @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+    @pytest.mark.parametrize(("name", "k"), [("llama", 1), ("bloom", 5), ("gemma3", 13)])
     def test_chains(self, name: str, k: int, fused: bool) -> None:
         for kind in ("one", "ragged"):
             config = SdsatConfig(num_adaptive=k, fused=fused)
@@ -60,8 +59,9 @@ class TestGreedyIsIdentical:
             assert torch.equal(output.sequences, generate(name, kind).sequences)
             assert output.spec_stats.drafted_tokens > 0
 
+    @pytest.mark.full
     @BOTH
-    @pytest.mark.parametrize("tree", [*TREES, SURE], ids=[*TREES, "sure"])
+    @pytest.mark.parametrize("tree", [TREES[0], TREES[-1], SURE], ids=[TREES[0], TREES[-1], "sure"])
     def test_trees(self, tree: Any, fused: bool) -> None:
         accepted = 0
         for name in ("llama", "gemma"):
@@ -236,33 +236,6 @@ def drafting(
 
 
 class TestTheModelIsLeftAsItWas:
-    @BOTH
-    def test_after_a_generation(self, fused: bool) -> None:
-        model = copy.deepcopy(build("llama"))
-        before = snapshot(model)
-        config = SdsatConfig(num_adaptive=3, fused=fused)
-        model.generate(repetitive_prompt(), spec_strategy=config, assistant=sdsat_adapter("llama"))
-        assert snapshot(model) == before
-
-    def test_after_an_exception(self) -> None:
-        model = copy.deepcopy(build("llama"))
-        before = snapshot(model)
-
-        def fails(input_ids: Tensor, scores: Tensor) -> Tensor:
-            if input_ids.shape[1] > 24:
-                raise RuntimeError("enough")
-            return scores
-
-        with pytest.raises(RuntimeError, match="enough"):
-            model.generate(
-                repetitive_prompt(),
-                max_new_tokens=9,
-                spec_strategy="sdsat",
-                assistant=sdsat_adapter("llama"),
-                logits_processor=[fails],
-            )
-        assert snapshot(model) == before
-
     def test_a_second_generation_while_the_first_one_waits(self) -> None:
         """The hooks of one do not act in the other, whichever kind that is."""
         model = copy.deepcopy(build("llama"))
@@ -325,10 +298,6 @@ class TestOptions:
         with pytest.raises(hf_spec.OptionError, match=next(iter(options))):
             SdsatConfig(**options)
 
-    def test_a_config_survives_being_stored(self) -> None:
-        config = SdsatConfig(tree=[[0], [1]], fused=True)
-        assert parse_strategy(config.to_dict()) == config
-
     def test_its_published_trees(self) -> None:
         for tree in TREES:
             shape = SdsatConfig(tree=tree).rank_tree
@@ -360,11 +329,6 @@ class TestOptions:
             hf_spec.AssistantError, match="LlamaForCausalLM is not an SDSAT adapter"
         ):
             generate("llama", spec_strategy="sdsat", assistant=build("llama"))
-
-    def test_assisted_decoding_is_refused(self) -> None:
-        drafter, _ = drafting(sdsat_adapter("llama"), SdsatConfig(), [3, 4, 5])
-        with pytest.raises(hf_spec.UnsupportedError, match="assisted decoding"):
-            drafter.get_candidates(torch.tensor([[3, 4]]))
 
     def test_a_folder_is_read_again_when_it_changes(self, tmp_path: Path) -> None:
         model: PreTrainedModel = build("llama")

@@ -90,6 +90,17 @@ def test_hooks_go_after_an_exception() -> None:
     assert snapshot(model) == before
 
 
+@torch.no_grad()
+def test_it_stops_acting_after_an_exception() -> None:
+    model = copy.deepcopy(build("llama"))
+    lora, ids = random_lora("llama"), torch.arange(3, 12)[None]
+    plain = model(ids).logits
+    with lora.installed(model):
+        with pytest.raises(KeyError), lora.acting_on(slice(4, 9), 9):
+            raise KeyError
+        assert torch.equal(model(ids).logits, plain)
+
+
 class TestLayers:
     def test_all_but_the_head(self) -> None:
         names = set(linear_layers(build("llama")))

@@ -14,6 +14,7 @@ from examples.studies.gpu import first_light
 from examples.studies.gpu.first_light import Part, main, parts, run
 
 
+@pytest.mark.full
 def test_a_part_that_fails_or_hangs(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     commands = {"right": "print('said')", "wrong": "exit(3)", "slow": "import time; time.sleep(60)"}

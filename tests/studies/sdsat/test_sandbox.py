@@ -34,6 +34,7 @@ def test_what_fails(program: str, reason: str) -> None:
     assert (outcome.passed, outcome.reason) == (False, reason)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)"])
 def test_time_is_limited(program: str) -> None:
     start = time.perf_counter()

@@ -38,6 +38,7 @@ def test_what_counts_as_it_should_be() -> None:
     assert not judged(POISONOUS, 500)
 
 
+@pytest.mark.full
 def test_no_innocent_request_is_lost(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     out = tmp_path / "hostile.json"
     options = {"--model": folder, "--clients": 8, "--requests": 25, "--turns": 2}

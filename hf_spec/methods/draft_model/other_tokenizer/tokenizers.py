@@ -229,7 +229,7 @@ def _ids_by_text(tokens: TextTokens) -> dict[str, int]:
         own_text = text[len(letter) :] if text.startswith(letter) else ""
         key = REPLACEMENT + names[token] if REPLACEMENT in own_text else own_text
         if key:
-            # Of several tokens with the same text the first is the usual one.
+            # The first of several tokens with the same text is the usual one.
             ids.setdefault(key, token)
     for token, name in enumerate(names):
         if name is not None and _is_byte(name):

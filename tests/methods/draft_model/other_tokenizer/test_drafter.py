@@ -11,7 +11,10 @@ import hf_spec
 from hf_spec import DraftConfig, GsdConfig, OptionError, TreeConfig
 from hf_spec.drafting.length_policy import make_policy
 from hf_spec.engine.decode import drafter as drafter_module
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.runner import ModelRunner
+from hf_spec.methods.draft_model.other_tokenizer.draft_text import DraftText
 from hf_spec.methods.draft_model.other_tokenizer.drafter import make_cross_tokenizer_drafter
 from tests import test_distribution as chi
 from tests.biased_rules import NoResidual, RedrawnBonus
@@ -167,6 +170,21 @@ def test_the_draft_model_sees_a_text_once() -> None:
     for runner in drafts:
         # About four tokens a round; the text alone has more than forty by then.
         assert runner.tokens_run < 12 * runner.forwards
+
+
+def test_keys_of_tokens_that_encoding_has_changed_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, model = random_model(bpe()), random_model(subset())
+    config = DraftConfig(translation="text", length_policy="static")
+    drafter: Any = make_cross_tokenizer_drafter(
+        config, model, make_policy(config, target), pair(bpe(), subset())
+    )
+    drafter.start(GenerationState.create(**batch(prompts=PROMPTS[:1]), stop=StopRules([], 1)))
+    drafter._stored_ids[0], drafter._runner.rows.stored[0] = [1, 2, 3], 3
+    monkeypatch.setattr(DraftText, "read", lambda self, tokens: [1, 9, 4, 5])
+    drafter._read([[7]], {0: 5})
+    assert drafter._runner.rows.stored == [1]
 
 
 class TestSampling:

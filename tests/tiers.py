@@ -1,0 +1,39 @@
+"""Two tiers of tests: the default one answers in minutes, the full one has every case.
+
+`@pytest.mark.full` moves a test to the full tier. `@pytest.mark.by_default(name=("llama",))` moves
+those cases of a parametrized test there whose parameter `name` has another value. Values that are
+not strings are given by their `id` or `__name__`, as in the test's id, or a function selects them.
+A case runs by default if all `by_default` markers and all their arguments select it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+# A chain, a tree, a head, and adaptive tokens.
+FEW_STRATEGIES = ("lookup", "tree", "falcon", "sdsat")
+
+
+def runs_by_default(item: pytest.Item) -> bool:
+    """Return False for a case that no `by_default` marker selects.
+
+    Raises:
+        pytest.UsageError: if a marker names a parameter that the test lacks.
+    """
+    for marker in item.iter_markers("by_default"):
+        parameters = item.callspec.params  # type: ignore[attr-defined]
+        for name, selected in marker.kwargs.items():
+            if name not in parameters:
+                raise pytest.UsageError(f"{item.nodeid}: by_default names no parameter {name!r}")
+            if not _selects(selected, parameters[name]):
+                return False
+    return True
+
+
+def _selects(selected: Any, value: Any) -> bool:
+    if callable(selected):
+        return bool(selected(value))
+    names = (value, getattr(value, "id", None), getattr(value, "__name__", None))
+    return any(name is not None and name in selected for name in names)
