@@ -18,7 +18,7 @@ from hf_spec.common.prompts import load_prompts
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from tests.identity import assert_identical
 
-pytestmark = [pytest.mark.real, pytest.mark.full]
+pytestmark = pytest.mark.real
 
 NEW_TOKENS = 32
 QUICK_NEW_TOKENS = 16
@@ -72,6 +72,7 @@ def test_prompts_reach_beyond_the_window(gemma3: Any, prompts: list[Tensor]) -> 
     assert min(lengths) < window
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", SHIPPED)
 def test_the_shipped_adapters(strategy: str, gemma3: Any) -> None:
     model, tokenizer = gemma3
