@@ -141,5 +141,6 @@ def cheap_drafts() -> Iterator[None]:
         patch.setattr(round_costs.RoundTimes, "learn", lambda *_: None)
         patch.setattr(round_costs, "NODE_COST", 1e-4)
         patch.setattr(round_costs, "FORWARD_COST", 0.01)
+        patch.setattr(round_costs, "READ_COST", 0.0)
         patch.setattr(DraftModelDrafter, "relative_cost", lambda *_: None)
         yield

@@ -8,6 +8,7 @@ drafters without probabilities, depth and rank.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -185,10 +186,9 @@ class DraftSource:
     @property
     def trial_depth(self) -> int:
         """Levels of the cheapest draft."""
-        forwards, depth = self.drafter.num_forwards, 1
-        while depth < self.depth and forwards(depth + 1) == forwards(1):
-            depth += 1
-        return depth
+        # Passes never decrease with depth, which may be unlimited.
+        forwards = self.drafter.num_forwards
+        return bisect_right(range(1, self.depth + 1), forwards(1), key=forwards)
 
     def with_trials(
         self, depths: Mapping[int, int], max_depths: Mapping[int, int], cost: float

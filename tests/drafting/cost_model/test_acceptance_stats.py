@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -213,6 +214,8 @@ class TestDraftSource:
         assert DraftSource("s", drafter, 8).trial_depth == 2
         drafter.num_forwards = lambda depth: 1  # type: ignore[method-assign]
         assert DraftSource("s", drafter, 8).trial_depth == 8
+        drafter.max_depth = sys.maxsize
+        assert DraftSource("s", drafter, sys.maxsize).trial_depth == sys.maxsize
 
     def test_the_drafter_gets_the_verdict_on_its_own_tree(self) -> None:
         source = asked(DraftSource("s", Fixed(), 3))
