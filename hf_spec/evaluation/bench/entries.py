@@ -33,8 +33,9 @@ class Entry(NamedTuple):
 
         Drafts that are expected to pay may be rare in very short texts.
         """
-        is_fixed = not isinstance(self.config, PolicyConfig)
-        return self if is_fixed else self._replace(config=self.config.resolve(measures=False))
+        if not isinstance(self.config, PolicyConfig):
+            return self
+        return self._replace(config=self.config.resolve(measures=False))
 
     @property
     def short_name(self) -> str:
