@@ -32,6 +32,12 @@ WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")
 MTP_INSIDE = "mtp_inside"
 # Families whose drafters are also ordinary models.
 MODELS = ("pard",)
+# Families by the model types of transformers' own assistants.
+ASSISTANT_TYPES = {
+    "gemma4_assistant": "gemma4_assistant",
+    "gemma4_unified_assistant": "gemma4_assistant",
+    "muse_glimmer_assistant": "dflash",
+}
 # Recognized families that no strategy supports, and the name of their heads.
 UNSUPPORTED = {
     "domino": "Domino heads",
@@ -226,9 +232,7 @@ def _by_key(config: Mapping[str, Any], names: str) -> str | None:
     model_type = str(config.get("model_type", ""))
     if model_type == "mlp_speculator" or {"n_predict", "emb_dim"} <= config.keys():
         return "mlp_speculator"
-    if model_type in ("gemma4_assistant", "gemma4_unified_assistant"):
-        return "gemma4_assistant"
-    return None
+    return ASSISTANT_TYPES.get(model_type)
 
 
 def _by_name(config: Mapping[str, Any], names: str) -> str | None:

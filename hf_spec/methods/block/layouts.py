@@ -1,4 +1,4 @@
-"""Layouts of published DFlash and DSpark heads: z-lab, SpecForge, DeepSpec, vLLM's speculators.
+"""Layouts of DFlash and DSpark heads: z-lab, SpecForge, DeepSpec, speculators, transformers.
 
 Two conventions differ under equal names:
 
@@ -9,6 +9,9 @@ layer ids           z-lab, SpecForge and DeepSpec count layer outputs from 0 (-1
                     speculators use indices into `hidden_states`.
 ==================  ==============================================================================
 
+transformers' layout (`muse_glimmer_assistant`) is first rewritten as z-lab's. It has other tensor
+names, layers that are never causal, and a sliding window that does not count the token itself.
+
 Sizes and counts come from the tensors, since configs are often wrong about them.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +42,7 @@ DFLASH, DSPARK = "dflash", "dspark"
 
 # Published blocks have up to 16 positions.
 MAX_BLOCK = 256
+MAX_WINDOW = 2**31
 # Options of `BlockConfig` that override a head's config.
 OVERRIDES = ("aux_layers", "from_anchor", "embedding_scale")
 # Keys of the head's config that its layers need.
@@ -52,10 +57,27 @@ LAYER_KEYS = (
     "use_sliding_window",
     "max_window_layers",
 )
+# transformers' layout: the names of its tensors, and the values of entries that a config omits.
+TRANSFORMERS_TYPE = "muse_glimmer_assistant"
+TRANSFORMERS_NAMES = {
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
+TRANSFORMERS_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 2048,
+    "block_size": 16,
+    "mask_token_id": 201818,
+    "target_layer_ids": [1, 13, 25, 37, 49],
+}
+TRANSFORMERS_THETA = 500000.0
 
 
 def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
     """Return the head of published files."""
+    if head.config.get("model_type") == TRANSFORMERS_TYPE:
+        head = _from_transformers(head)
+    _check_variant(head)
     stored = {key.removeprefix("logit_head."): tensor for key, tensor in head.tensors.items()}
     size, vocab = sizes_of(target)
     config = _layer_config(head, stored)
@@ -76,6 +98,38 @@ def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
     output = OutputHead(target, tensors.get("lm_head.weight"), vocabulary)
     base, shape = BaseModel.of(target), _shape(head, config, target)
     return BlockHead(base, shape, config, tensors, embedding, output)
+
+
+def _check_variant(head: PublishedHead) -> None:
+    """Raise `AssistantError` for variants of the layers that are recognized but unsupported."""
+    if quantization := _option(head.config, "quantization_config"):
+        entries = quantization if isinstance(quantization, Mapping) else {}
+        method = entries.get("quant_algo") or entries.get("quant_method") or "an unknown method"
+        raise AssistantError(
+            f"{head.name!r} is stored quantized ({method}), which is not supported for heads; use "
+            "the head in bfloat16"
+        )
+    if sinks := sorted(key for key in head.tensors if key.rpartition(".")[2] == "sinks"):
+        raise AssistantError(
+            f"{head.name!r} has attention sinks ({sinks[0]!r}), which the layers of block heads "
+            "do not support; use a head without them"
+        )
+
+
+def _from_transformers(head: PublishedHead) -> PublishedHead:
+    """Return a head of transformers' layout in z-lab's."""
+    tensors = {TRANSFORMERS_NAMES.get(key, key): t for key, t in head.tensors.items()}
+    given = {key: value for key, value in head.config.items() if value is not None}
+    config = {**TRANSFORMERS_DEFAULTS, **given, "use_sliding_window": True, "is_causal": False}
+    if "layer_types" not in config:
+        num_layers = len({key.split(".")[1] for key in tensors if key.startswith("layers.")})
+        config["layer_types"] = ["sliding_attention"] * num_layers
+    if "rope_parameters" not in config:
+        config.setdefault("rope_theta", TRANSFORMERS_THETA)
+    what = f"the config of {head.name!r}"
+    # Its window is a distance; the windows of other models count the token itself.
+    config["sliding_window"] = whole_number(what, config, "sliding_window", 1, MAX_WINDOW) + 1
+    return replace(head, config=config, tensors=tensors)
 
 
 def _draft_vocabulary(

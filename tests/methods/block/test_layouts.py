@@ -188,6 +188,14 @@ INNER = dflash().config["dflash_config"]
             changed(dflash(), dflash_config={**INNER, "target_layer_ids": "all"}),
             "reads the layers 'all'",
         ),
+        (
+            changed(deepspec(), quantization_config={"quant_algo": "NVFP4"}),
+            "is stored quantized (NVFP4), which is not supported",
+        ),
+        (
+            changed(deepspec(), {"layers.0.self_attn.sinks": torch.zeros(4)}),
+            "has attention sinks ('layers.0.self_attn.sinks'), which",
+        ),
         (changed(dflash(), layer_types=["full_attention"]), "names 1 layer_types for 2 layers"),
         (changed(dflash(), input_embedding_scale="big"), "input_embedding_scale='big'"),
         (changed(speculators(), {"d2t": torch.arange(60) * 2}), "leads to token 177"),
