@@ -264,6 +264,28 @@ def dflash(new: bool = True, **tensors: Any) -> PublishedHead:
 
 
 @cache
+def muse(
+    layers: tuple[int, ...] = tuple(LAYERS), size: int = SIZE, vocab: int = VOCAB
+) -> PublishedHead:
+    """transformers' own layout, `muse_glimmer_assistant`."""
+    config = {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": "muse_glimmer_assistant",
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "block_size": BLOCK,
+        "mask_token_id": vocab - 1,
+        "target_layer_ids": [i - 1 for i in layers],
+    }
+    tensors = block_tensors(width=size, size=size, vocab=vocab)
+    names = {"fc.weight": "encoder.fc.weight"}
+    names["hidden_norm.weight"] = "encoder.output_norm_enc.weight"
+    return published("dflash", config, {names.get(key, key): t for key, t in tensors.items()})
+
+
+@cache
 def deepspec(
     kind: str | None = "vanilla",
     confidence: bool = True,
