@@ -51,7 +51,7 @@ from hf_spec.methods.gemma_assistant.head import GemmaAssistant
 from hf_spec.methods.gemma_assistant.head import build as build_assistant
 from hf_spec.methods.mtp.head import MtpHead
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
-from tests.feature_reference import deepspec, medusa, muse
+from tests.feature_reference import deepspec, dflash2, medusa, muse
 from tests.gemma_reference import published
 from tests.mtp_reference import head_for
 from tests.published_heads import random_tensors, save
@@ -188,6 +188,14 @@ def muse_head() -> PublishedHead:
 
 
 @cache
+def dflash2_head() -> PublishedHead:
+    """It can draft five of the eight tokens after each prefix."""
+    head = dflash2(layers=(0, 1), size=16, vocab=VOCAB)
+    inner = {**head.config["dflash_config"], "block_size": 3, "selector_top_k": 5}
+    return replace(head, config={**head.config, "dflash_config": inner})
+
+
+@cache
 def adaptive() -> SpecAdapter:
     return random_adaptive_tokens(tiny(0))
 
@@ -264,6 +272,7 @@ def arguments(strategy: str) -> dict[str, Any]:
             "spec_strategy": BlockConfig(max_draft_tokens=2),
             "assistant": block_head(),
         },
+        "dflash2": {"spec_strategy": BlockConfig(max_draft_tokens=2), "assistant": dflash2_head()},
         "muse": {"spec_strategy": BlockConfig(max_draft_tokens=2), "assistant": muse_head()},
         "block surely": {
             "spec_strategy": BlockConfig(length_policy="head", confidence_threshold=0.5),
@@ -423,6 +432,8 @@ CASES = [
     ("falcon", REPETITION),
     ("eagle chain", PLAIN),
     ("block", TOP_K),
+    ("dflash2", PLAIN),
+    ("dflash2", TOP_K),
     ("muse", PLAIN),
     ("heads", PLAIN),
     ("sdsat", PLAIN),
@@ -579,7 +590,16 @@ class TestBrokenTwins:
     @pytest.mark.by_default(strategy=("draft", "siblings"))
     @pytest.mark.parametrize(
         "strategy",
-        ["draft", "few tokens", "siblings", "eagle chain", "block", "muse", *SLOW_CHAINS],
+        [
+            "draft",
+            "few tokens",
+            "siblings",
+            "eagle chain",
+            "block",
+            "dflash2",
+            "muse",
+            *SLOW_CHAINS,
+        ],
     )
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch

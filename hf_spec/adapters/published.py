@@ -41,7 +41,6 @@ ASSISTANT_TYPES = {
 # Recognized families that no strategy supports, and the name of their heads.
 UNSUPPORTED = {
     "domino": "Domino heads",
-    "dflash2": "DFlash 2 heads",
     "hydra": "Hydra heads",
 }
 

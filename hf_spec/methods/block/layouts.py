@@ -1,4 +1,4 @@
-"""Layouts of DFlash and DSpark heads: z-lab, SpecForge, DeepSpec, speculators, transformers.
+"""Layouts of block heads: z-lab, incoai, SpecForge, DeepSpec, speculators, transformers.
 
 Two conventions differ under equal names:
 
@@ -33,15 +33,17 @@ from hf_spec.adapters.reading import whole_number
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.tree_attention import NAME
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS
+from hf_spec.methods.block import dflash2, markov
 from hf_spec.methods.block.head import STRATEGY, BlockHead, BlockShape, block_layer
 from hf_spec.methods.block.markov import PREFIX as MARKOV
-from hf_spec.methods.block.markov import expected_tensors
 from hf_spec.methods.published_weights import OutputHead, draft_vocab_ids, fitted, sizes_of
 
-DFLASH, DSPARK = "dflash", "dspark"
+DSPARK = "dspark"
+FAMILIES = ("dflash", "dflash2", DSPARK)
 
-# Published blocks have up to 16 positions.
+# Published blocks have up to 16 positions, selectors 16 candidates.
 MAX_BLOCK = 256
+MAX_CANDIDATES = 4096
 MAX_WINDOW = 2**31
 # Options of `BlockConfig` that override a head's config.
 OVERRIDES = ("aux_layers", "from_anchor", "embedding_scale")
@@ -83,16 +85,18 @@ def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
     config = _layer_config(head, stored)
     draft_vocab_size, vocabulary = _draft_vocabulary(head, stored, vocab)
     expected = _expected_tensors(config, stored, size, vocab)
-    expected |= expected_tensors(stored, config.hidden_size, draft_vocab_size, vocab)
+    width = config.hidden_size
+    expected |= markov.expected_tensors(stored, width, draft_vocab_size, vocab)
+    expected |= dflash2.expected_tensors(stored, config.num_hidden_layers, width, vocab)
     weights = {key: tensor for key, tensor in stored.items() if key not in ("d2t", "t2d")}
     tensors = fitted(head, weights, expected, target)
     embedding: Any = target.get_input_embeddings()
     if "embed_tokens.weight" in tensors:
         embedding = nn.Embedding.from_pretrained(tensors["embed_tokens.weight"])
     for name in ("embed_tokens.weight", "lm_head.weight"):
-        if name not in tensors and config.hidden_size != size:
+        if name not in tensors and width != size:
             raise AssistantError(
-                f"{head.name!r} has width {config.hidden_size} and has no {name!r}, but the "
+                f"{head.name!r} has width {width} and has no {name!r}, but the "
                 f"target's has width {size}; use a head published for this target"
             )
     output = OutputHead(target, tensors.get("lm_head.weight"), vocabulary)
@@ -109,7 +113,7 @@ def _check_variant(head: PublishedHead) -> None:
             f"{head.name!r} is stored quantized ({method}), which is not supported for heads; use "
             "the head in bfloat16"
         )
-    if sinks := sorted(key for key in head.tensors if key.rpartition(".")[2] == "sinks"):
+    if sinks := sorted(key for key in head.tensors if "sink" in key.rpartition(".")[2]):
         raise AssistantError(
             f"{head.name!r} has attention sinks ({sinks[0]!r}), which the layers of block heads "
             "do not support; use a head without them"
@@ -195,7 +199,7 @@ def _expected_tensors(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes that the tensors of the backbone must have."""
     with torch.device("meta"):
-        layer = block_layer(config, 0).state_dict()
+        layer = block_layer(config, 0, {}, 0).state_dict()
     width = config.hidden_size
     num_states = max(stored["fc.weight"].shape[-1] // size, 1)
     expected: dict[str, tuple[int, ...]] = {
@@ -216,7 +220,11 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
     what = f"the config of {head.name!r}"
     overrides = dict(head.overrides)
     text: Any = target.config.get_text_config()
-    sizes = {key: _option(head.config, key) for key in ("block_size", "mask_token_id")}
+    names = ("block_size", "mask_token_id", "selector_top_k")
+    sizes = {key: _option(head.config, key) for key in names}
+    num_candidates = 0
+    if dflash2.has_selector(head.tensors):
+        num_candidates = whole_number(what, sizes, "selector_top_k", 1, MAX_CANDIDATES)
     from_anchor = overrides.get("from_anchor", _option(head.config, "sample_from_anchor"))
     if from_anchor is None:
         # DeepSpec names some DSpark checkpoints dflash; their class decides.
@@ -242,6 +250,7 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
         float(scale),
         float(scales["output_multiplier"]),
         float(scales["final_logit_softcapping"]),
+        num_candidates,
     )
 
 
@@ -283,5 +292,5 @@ def _causal(head: PublishedHead, config: Qwen3Config, index: int) -> bool:
     return bool(causal)
 
 
-register_family(PublishedFamily(DFLASH, STRATEGY, build_block_head))
-register_family(PublishedFamily(DSPARK, STRATEGY, build_block_head))
+for _family in FAMILIES:
+    register_family(PublishedFamily(_family, STRATEGY, build_block_head))

@@ -20,6 +20,7 @@ from tests.feature_reference import (
     check_against,
     deepspec,
     dflash,
+    dflash2,
     medusa,
     published,
     save,
@@ -55,8 +56,13 @@ def generate(assistant: Any, kind: str = "ragged", new_tokens: int = 10, **optio
 
 @pytest.mark.parametrize(
     ("head", "from_anchor"),
-    [(dflash(), False), (deepspec("gated"), True), (speculators("dspark", "rnn"), True)],
-    ids=["DFlash", "DSpark", "speculators"],
+    [
+        (dflash(), False),
+        (dflash2(), False),
+        (deepspec("gated"), True),
+        (speculators("dspark", "rnn"), True),
+    ],
+    ids=["DFlash", "DFlash 2", "DSpark", "speculators"],
 )
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_every_draft_of_a_ragged_batch(
@@ -155,7 +161,7 @@ def test_the_embedding_may_be_read_scaled() -> None:
 
 def test_a_head_in_bfloat16_beside_a_float16_target() -> None:
     model = type(MODEL)(MODEL.config).to(torch.float16)
-    for strategy, head in (("block", deepspec()), ("heads", medusa())):
+    for strategy, head in (("block", deepspec()), ("block", dflash2()), ("heads", medusa())):
         output = model.generate(
             **prompts("llama", "ragged"),
             max_new_tokens=4,

@@ -19,6 +19,7 @@ from tests.feature_reference import (
     block_reference,
     deepspec,
     dflash,
+    dflash2,
     speculators,
     states_of,
 )
@@ -45,6 +46,8 @@ def sliding(**config: Any) -> PublishedHead:
 
 HEADS = {
     "z-lab": (dflash(), False, ((None, False),) * 2),
+    "DFlash 2": (dflash2(), False, ((None, False),) * 2),
+    "DFlash 2, three taps": (dflash2(taps=3), False, ((None, False),) * 2),
     "DSpark": (deepspec(), True, ((None, False),) * 2),
     "gated": (deepspec("gated"), True, ((None, False),) * 2),
     "rnn": (deepspec("rnn"), True, ((None, False),) * 2),
@@ -145,9 +148,10 @@ def test_prompts_are_read_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gap(*HEADS["z-lab"]) < 1e-5
 
 
-def test_steps_in_the_form_of_graphs() -> None:
+@pytest.mark.parametrize("name", ["z-lab", "DFlash 2"])
+def test_steps_in_the_form_of_graphs(name: str) -> None:
     with padded_steps():
-        assert gap(*HEADS["z-lab"]) < 1e-5
+        assert gap(*HEADS[name]) < 1e-5
 
 
 def test_a_row_begins_again() -> None:
