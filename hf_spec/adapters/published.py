@@ -117,6 +117,15 @@ def recognize(config: Mapping[str, Any]) -> str | None:
     return _by_key(config, names) or _by_name(config, names) or _whole_model(config, names)
 
 
+def quantization_method(config: Mapping[str, Any]) -> str | None:
+    """Return how the weights are stored quantized; None if they are not."""
+    for level in (config, config.get("dflash_config"), config.get("transformer_layer_config")):
+        if isinstance(level, Mapping) and (entries := level.get("quantization_config")):
+            entries = entries if isinstance(entries, Mapping) else {}
+            return str(entries.get("quant_algo") or entries.get("quant_method") or "unknown method")
+    return None
+
+
 def published_family(name: str | os.PathLike[str]) -> str | None:
     """Return the family of the drafter in a folder or repository; None if it is not a drafter.
 

@@ -243,9 +243,9 @@ MUTANTS = (
     Mutant(
         "quantized tensors of a block head are read as they are stored",
         area="published heads",
-        file="hf_spec/methods/block/layouts.py",
-        old='if quantization := _option(head.config, "quantization_config"):',
-        new='if quantization := _option(head.config, "quantization"):',
+        file="hf_spec/adapters/published.py",
+        old='(entries := level.get("quantization_config"))',
+        new='(entries := level.get("quantization"))',
         tests=("tests/methods/block/test_layouts.py::test_refused",),
     ),
     Mutant(

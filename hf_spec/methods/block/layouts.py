@@ -28,7 +28,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config
 
 from hf_spec.adapters.adapter import BaseModel
-from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
+from hf_spec.adapters.published import (
+    PublishedFamily,
+    PublishedHead,
+    quantization_method,
+    register_family,
+)
 from hf_spec.adapters.reading import whole_number
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.tree_attention import NAME
@@ -106,9 +111,7 @@ def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
 
 def _check_variant(head: PublishedHead) -> None:
     """Raise `AssistantError` for variants of the layers that are recognized but unsupported."""
-    if quantization := _option(head.config, "quantization_config"):
-        entries = quantization if isinstance(quantization, Mapping) else {}
-        method = entries.get("quant_algo") or entries.get("quant_method") or "an unknown method"
+    if method := quantization_method(head.config):
         raise AssistantError(
             f"{head.name!r} is stored quantized ({method}), which is not supported for heads; use "
             "the head in bfloat16"
