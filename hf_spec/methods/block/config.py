@@ -60,6 +60,9 @@ class BlockConfig(ProposalConfig):
             check-head` finds the value that fits.
         embedding_scale: factor on the raw rows of the target's embedding. None follows the config,
             or 1. For Gemma the layouts differ: 1, or the square root of the hidden size.
+        draft_window: most recent tokens that the head attends to, the block included. For heads
+            that were trained on short contexts and draft worse in longer ones. None follows the
+            config.
     """
 
     has_confidence_head = True
@@ -69,9 +72,11 @@ class BlockConfig(ProposalConfig):
     aux_layers: list[int] | None = None
     from_anchor: bool | None = None
     embedding_scale: float | None = None
+    draft_window: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("embedding_scale", 0)
+        self.check("draft_window", 1)
         self.check_flags("from_anchor")
         check_aux_layers(self.aux_layers)

@@ -15,6 +15,7 @@ context are stored once; those of the block are dropped. DSpark adds the heads o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,7 @@ class BlockShape:
         embedding_scale, output_scale: factors on the target's embedding and on the logits.
         softcap: tanh soft cap of the logits after that; 0 for none.
         num_candidates: k, tokens per position among which DFlash 2's selector chooses.
+        draft_window: most tokens that a layer attends to, see `BlockConfig`; None for the config's.
     """
 
     block_size: int
@@ -73,6 +75,7 @@ class BlockShape:
     output_scale: float = 1.0
     softcap: float = 0.0
     num_candidates: int = 0
+    draft_window: int | None = None
 
     @property
     def num_levels(self) -> int:
@@ -107,7 +110,7 @@ class BlockHead(OnePassHead):
             self.fc = nn.Linear(tensors["fc.weight"].shape[1], width, bias=False)
             self.hidden_norm = nn.RMSNorm(width, eps)
             self.layers = nn.ModuleList(
-                block_layer(config, index, tensors, shape.block_size)
+                block_layer(limited(config, index, shape), index, tensors, shape.block_size)
                 for index in range(len(shape.causal))
             )
             self.norm = nn.RMSNorm(width, eps)
@@ -184,6 +187,18 @@ def block_layer(
             if isinstance(norm, Qwen3RMSNorm):
                 setattr(parent, name, nn.RMSNorm(len(norm.weight), norm.variance_epsilon))
     return layer
+
+
+def limited(config: Qwen3Config, index: int, shape: BlockShape) -> Qwen3Config:
+    """Return the config of a layer whose window is at most the draft window."""
+    window, kinds = shape.draft_window, config.layer_types or []
+    if window is None:
+        return config
+    own = config.sliding_window if kinds[index] == "sliding_attention" else None
+    changed = copy.copy(config)
+    changed.layer_types = ["sliding_attention"] * len(kinds)
+    changed.sliding_window = window if own is None else min(window, own)
+    return changed
 
 
 def keys_values(attention: Any, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ MAX_BLOCK = 256
 MAX_CANDIDATES = 4096
 MAX_WINDOW = 2**31
 # Options of `BlockConfig` that override a head's config.
-OVERRIDES = ("aux_layers", "from_anchor", "embedding_scale")
+OVERRIDES = ("aux_layers", "from_anchor", "embedding_scale", "draft_window")
 # Keys of the head's config that its layers need.
 LAYER_KEYS = (
     "rms_norm_eps",
@@ -254,6 +254,7 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
         float(scales["output_multiplier"]),
         float(scales["final_logit_softcapping"]),
         num_candidates,
+        overrides.get("draft_window"),
     )
 
 

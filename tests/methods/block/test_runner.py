@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,10 @@ def sliding(**config: Any) -> PublishedHead:
     )
 
 
+def limited(head: PublishedHead, window: int) -> PublishedHead:
+    return replace(head, overrides=(("draft_window", window),))
+
+
 HEADS = {
     "z-lab": (dflash(), False, ((None, False),) * 2),
     "DFlash 2": (dflash2(), False, ((None, False),) * 2),
@@ -65,6 +70,12 @@ HEADS = {
         sliding(sliding_window_non_causal=True),
         False,
         ((WINDOW, False), (None, False)),
+    ),
+    "a draft window": (limited(dflash2(), 6), False, ((6, False),) * 2),
+    "a draft window above that of a layer": (
+        limited(sliding(), WINDOW + 2),
+        False,
+        ((WINDOW, True), (WINDOW + 2, False)),
     ),
     "causal": (sliding(is_causal=True), False, ((WINDOW, True), (None, True))),
 }
