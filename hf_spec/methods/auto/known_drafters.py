@@ -73,7 +73,7 @@ class KnownDrafter:
     """Drafter on the Hub.
 
     Attributes:
-        repo: Hub id, for `assistant=`.
+        repo: Hub id, for `assistant=`; of an MTP module the id of the model that it is part of.
         family: kind of drafter, by its common name; empty if unknown.
         strategy: value for `spec_strategy=`; empty if no strategy supports it.
         targets: names of supported target models, without owners.

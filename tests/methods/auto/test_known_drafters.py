@@ -59,6 +59,14 @@ def test_names(name: str) -> None:
     assert "AngelSlim/Qwen3-4B_eagle3" not in repos
 
 
+def test_modules_in_the_models_own_files() -> None:
+    (module_inside,) = [d for d in heads_for("Qwen/Qwen3.8-27B") if d.strategy == "mtp"]
+    assert module_inside.repo == "Qwen/Qwen3.8-27B"
+    for drafter in known_drafters():
+        if drafter.strategy == "mtp":
+            assert drafter.targets == (drafter.repo.partition("/")[2],)
+
+
 def test_metas_own_names() -> None:
     found = heads_for("meta-llama/Meta-Llama-3-8B-Instruct")
     assert "yuhuili/EAGLE-LLaMA3-Instruct-8B" in {drafter.repo for drafter in found}
@@ -181,8 +189,8 @@ class TestOnline:
 
     def test_copies_of_the_model_are_not_drafters(self, fake_hub: FakeHub) -> None:
         fake_hub.add("me/Qwen3-8B-tuned", {"architectures": ["Qwen3ForCausalLM"]})
-        inside = {"architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 1}
-        fake_hub.add("me/with-mtp-layers", inside)
+        inside = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
+        fake_hub.add("me/with-mtp-layers", {**inside, "num_nextn_predict_layers": 1})
         fake_hub.add("me/my-tune", None, tags=("base_model:adapter:org/eagle-7b",))
         assert heads_for(TARGET, online=True) == heads_for(TARGET)
 
