@@ -11,6 +11,7 @@ from transformers import cache_utils
 
 from hf_spec import AssistantError, BlockConfig
 from hf_spec.adapters.published import PublishedHead, recognize
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.methods.block.layouts import build_block_head
 from hf_spec.methods.block.runner import BlockRunner
 from tests.feature_reference import LAYERS, check_against, published, states_of, watch_drafts
@@ -74,7 +75,7 @@ def expected(text: list[int]) -> Tensor:
     # The mask of sliding layers needs a cache, even an empty one.
     cache = cache_utils.DFlashCache(config=ASSISTANT.config)
     cache.set_previous_accepted_tokens(states.shape[1])
-    outputs = ASSISTANT(embedded(text[-1]), states, cache=cache).last_hidden_state[0, 1:]
+    outputs = ASSISTANT(embedded(text[-1]), states, **{CACHE_NAME: cache}).last_hidden_state[0, 1:]
     head: Any = MODEL.get_output_embeddings()
     return head(outputs)
 
@@ -92,7 +93,8 @@ def cached_rounds() -> list[Tensor]:
             cache.crop(-BLOCK)
         states = states_of(MODEL, TEXT[:end], LAYERS)[None, known:]
         positions = torch.arange(known, end + BLOCK)[None]
-        outputs = ASSISTANT(embedded(TEXT[end]), states, position_ids=positions, cache=cache)
+        given = {"position_ids": positions, CACHE_NAME: cache}
+        outputs = ASSISTANT(embedded(TEXT[end]), states, **given)
         rounds.append(head(outputs.last_hidden_state[0, 1:]))
         known = end
     return rounds
