@@ -180,9 +180,9 @@ class TestRoundTimes:
         assert costs.read["draft"](MAX_UNREAD) == 0.0
         for _ in range(3):
             times.learn(1, 1.0, {"draft": (1, 1, 0.2)})
-        times.learn(1, 1.0, {"draft": (1, 40, 0.6)})
+        times.learn(1, 1.0, {"draft": (1, 40, 0.7)})
         assert costs.draft["draft"](1) == pytest.approx(0.2)
-        assert costs.read["draft"](80) == pytest.approx(0.8)
+        assert costs.read["draft"](80) == pytest.approx(1.0)
         # A compilation, which does not happen again.
         times.learn(1, 1.0, {"draft": (1, 40, 600.0)})
         assert costs.read["draft"](80) <= 1.2
