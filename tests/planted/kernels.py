@@ -62,6 +62,41 @@ MUTANTS = (
         tests=("tests/kernels/test_ragged_tree_attention.py::test_the_kernel_agrees",),
     ),
     Mutant(
+        "bits of a draft that lie in the next byte are not read",
+        area="Triton kernels",
+        file="kernels/hf_spec_kernels/ragged_tree_attention/kernel.py",
+        old="joined = (low.to(tl.int32) | (high.to(tl.int32) << 8)) >> (bit & 7)",
+        new="joined = low.to(tl.int32) >> (bit & 7)",
+        tests=(
+            "tests/kernels/test_ragged_tree_attention.py"
+            "::test_bits_begin_anywhere_in_a_block",
+        ),
+    ),
+    Mutant(
+        "stretches of a window begin at the first key of the slot",
+        area="Triton kernels",
+        file="kernels/hf_spec_kernels/ragged_tree_attention/kernel.py",
+        old="begin = oldest + pid_split * keys_per_split",
+        new="begin = pid_split * keys_per_split",
+        tests=("tests/kernels/test_ragged_tree_attention.py::test_stretches_of_keys_add_up",),
+    ),
+    Mutant(
+        "a short context leaves multiprocessors without a program",
+        area="Triton kernels",
+        file="kernels/hf_spec_kernels/ragged_tree_attention/kernel.py",
+        old="max(useful, needed)",
+        new="useful",
+        tests=("tests/kernels/test_ragged_tree_attention.py::test_how_many_stretches",),
+    ),
+    Mutant(
+        "a windowed layer is split like a long context",
+        area="Triton kernels",
+        file="kernels/hf_spec_kernels/ragged_tree_attention/kernel.py",
+        old="longest = min(layout.max_keys, reach + layout.max_queries)",
+        new="longest = layout.max_keys",
+        tests=("tests/kernels/test_ragged_tree_attention.py::test_only_a_window_is_shared_out",),
+    ),
+    Mutant(
         "a sliding window shows one key too many",
         area="C++ kernels",
         file="kernels/hf_spec_kernels/ragged_tree_attention/kernel.cpp",
