@@ -25,6 +25,7 @@ from hf_spec.common.compat import output_cache
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, uncompiled
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
+from hf_spec.engine.fast.torch_compile import original_forwards
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import PoolCache
 from hf_spec.engine.forward.node_tokens import DeviceTokens, VirtualTokens
@@ -107,10 +108,18 @@ class ModelRunner:
             return 0, 0, "its layers are not packed"
         return self._graphs.replays, self._graphs.captures, self._graphs.refusal
 
+    @property
+    def memory_counts(self) -> tuple[int, int, int]:
+        """Bytes of the KV pool, how often it grew, and repeats after running out of memory."""
+        pool = self.rows.pool
+        repeated_steps = 0 if self._graphs is None else self._graphs.retries
+        return pool.nbytes(), pool.growths, pool.retries + repeated_steps
+
     @contextmanager
     def active(self) -> Iterator[ModelRunner]:
         """Prepare the model for tree forwards; restore it when the block ends."""
         with ExitStack() as stack:
+            stack.enter_context(original_forwards(self.model))
             stack.enter_context(self._call.active())
             if takes_packed(self.model):
                 self._attention = PackedAttention(self.model)

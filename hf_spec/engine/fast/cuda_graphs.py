@@ -94,6 +94,7 @@ class StepGraphs:
     Attributes:
         replays: number of graph launches.
         captures: number of captured graphs.
+        retries: number of steps that were repeated after the device had run out of memory.
         refusal: why steps cannot be captured, or None.
     """
 
@@ -106,7 +107,7 @@ class StepGraphs:
         length: int = 0,
         owner: nn.Module | None = None,
     ):
-        self.replays = self.captures = 0
+        self.replays = self.captures = self.retries = 0
         self._model = model
         self._owner = owner or model
         self._pool = pool
@@ -149,6 +150,7 @@ class StepGraphs:
             if mixers_of(self._model):
                 raise
             # Memory is freed below: the error being handled refers to the failed step's tensors.
+            self.retries += 1
         self._free_memory()
         step.written.clear()
         return self._run(compute, tensors, step)
