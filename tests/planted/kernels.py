@@ -67,10 +67,7 @@ MUTANTS = (
         file="kernels/hf_spec_kernels/ragged_tree_attention/kernel.py",
         old="joined = (low.to(tl.int32) | (high.to(tl.int32) << 8)) >> (bit & 7)",
         new="joined = low.to(tl.int32) >> (bit & 7)",
-        tests=(
-            "tests/kernels/test_ragged_tree_attention.py"
-            "::test_bits_begin_anywhere_in_a_block",
-        ),
+        tests=("tests/kernels/test_ragged_tree_attention.py::test_bits_begin_anywhere_in_a_block",),
     ),
     Mutant(
         "stretches of a window begin at the first key of the slot",
