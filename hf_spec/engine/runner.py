@@ -108,13 +108,6 @@ class ModelRunner:
             return 0, 0, "its layers are not packed"
         return self._graphs.replays, self._graphs.captures, self._graphs.refusal
 
-    @property
-    def memory_counts(self) -> tuple[int, int, int]:
-        """Bytes of the KV pool, how often it grew, and repeats after running out of memory."""
-        pool = self.rows.pool
-        repeated_steps = 0 if self._graphs is None else self._graphs.retries
-        return pool.nbytes(), pool.growths, pool.retries + repeated_steps
-
     @contextmanager
     def active(self) -> Iterator[ModelRunner]:
         """Prepare the model for tree forwards; restore it when the block ends."""

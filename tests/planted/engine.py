@@ -605,9 +605,9 @@ MUTANTS = (
     Mutant(
         "a repeated step is not counted",
         area="KV cache",
-        file="hf_spec/engine/runner.py",
-        old="pool.retries + repeated_steps",
-        new="pool.retries",
+        file="hf_spec/engine/fast/cuda_graphs.py",
+        old="            self._pool.retries += 1\n",
+        new="",
         tests=("tests/engine/fast/test_cuda_graphs.py::TestOutOfMemory::test_a_step",),
     ),
     Mutant(

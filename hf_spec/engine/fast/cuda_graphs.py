@@ -94,7 +94,6 @@ class StepGraphs:
     Attributes:
         replays: number of graph launches.
         captures: number of captured graphs.
-        retries: number of steps that were repeated after the device had run out of memory.
         refusal: why steps cannot be captured, or None.
     """
 
@@ -107,7 +106,7 @@ class StepGraphs:
         length: int = 0,
         owner: nn.Module | None = None,
     ):
-        self.replays = self.captures = self.retries = 0
+        self.replays = self.captures = 0
         self._model = model
         self._owner = owner or model
         self._pool = pool
@@ -149,8 +148,8 @@ class StepGraphs:
         except torch.OutOfMemoryError:
             if mixers_of(self._model):
                 raise
+            self._pool.retries += 1
             # Memory is freed below: the error being handled refers to the failed step's tensors.
-            self.retries += 1
         self._free_memory()
         step.written.clear()
         return self._run(compute, tensors, step)

@@ -57,7 +57,7 @@ class KVPool:
     Attributes:
         capacity: number of tokens per slot that are allocated.
         growths: how often filled buffers were copied to larger ones.
-        retries: how often growing was repeated after the device had run out of memory.
+        retries: how often growing, or a step, was repeated after the device had run out of memory.
         before_resize: called before buffers move to other addresses.
     """
 

@@ -124,11 +124,12 @@ def nothing_kept() -> Iterator[None]:
 
 @dataclass
 class Call:
-    """Graphs of one call, of the target and of the head, the tokens, and the target's memory."""
+    """Graphs of one call, of the target and of the head, the tokens, and the memory."""
 
     target: tuple[int, int, str | None]
     head: tuple[int, int, str | None] | None
     tokens: list[list[int]]
+    # Bytes of the KV pool, its growths, and repeated operations.
     memory: tuple[int, int, int]
 
 
@@ -146,7 +147,9 @@ def decode(model: Any, drafter: Drafter) -> Call:
             speculative_step(target, drafter, verifier, state)
         graphs: Any = getattr(drafter._runner, "_graphs", None)
         head = None if graphs is None else (graphs.replays, graphs.captures, graphs.refusal)
-        return Call(target.graph_counts, head, state.tokens, target.memory_counts)
+        pool = target.rows.pool
+        memory = pool.nbytes(), pool.growths, pool.retries
+        return Call(target.graph_counts, head, state.tokens, memory)
 
 
 def test_a_family_reads_the_state_before_the_norm() -> None:
