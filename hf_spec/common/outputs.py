@@ -100,6 +100,10 @@ class SpecStats:
         graph_replays: target forward passes replayed as CUDA graphs.
         graph_captures: CUDA graphs recorded in this call; graphs of earlier calls are reused.
         graph_refusal: reason why forward passes cannot be recorded, or None.
+        kv_pool_bytes: memory of the target's KV pool at the end, in a sum the largest.
+        kv_pool_growths: how often the target's KV pool grew and was copied.
+        memory_retries: operations of the target that were repeated after the device had run out of
+            memory, and graphs and unused capacity were freed.
         draft_forwards: forward passes of a draft model or head.
         draft_seconds: time of drafting.
         verify_seconds: time of the target's forward passes.
@@ -115,6 +119,9 @@ class SpecStats:
     graph_replays: int = 0
     graph_captures: int = 0
     graph_refusal: str | None = None
+    kv_pool_bytes: int = 0
+    kv_pool_growths: int = 0
+    memory_retries: int = 0
     draft_forwards: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -132,6 +139,8 @@ class SpecStats:
             lines.append(("padding", str(self.target_padding), f"{share:.0%} of the target's work"))
         if self.graph_replays:
             lines.append(("graph replays", str(self.graph_replays), "of the target's forwards"))
+        if self.memory_retries:
+            lines.append(("memory retries", str(self.memory_retries), "the device was full"))
         if self.draft_forwards:
             lines.append(("draft forwards", str(self.draft_forwards), ""))
         shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts)
@@ -145,8 +154,9 @@ class SpecStats:
         sums: dict[str, Any] = {
             f.name: getattr(self, f.name) + getattr(other, f.name)
             for f in fields(self)
-            if f.name not in {"counters", "graph_refusal"}
+            if f.name not in {"counters", "graph_refusal", "kv_pool_bytes"}
         }
+        sums["kv_pool_bytes"] = max(self.kv_pool_bytes, other.kv_pool_bytes)
         sums["graph_refusal"] = self.graph_refusal or other.graph_refusal
         counters = Counter(self.counters)
         counters.update(other.counters)

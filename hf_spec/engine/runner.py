@@ -25,6 +25,7 @@ from hf_spec.common.compat import output_cache
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, uncompiled
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
+from hf_spec.engine.fast.torch_compile import original_forwards
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import PoolCache
 from hf_spec.engine.forward.node_tokens import DeviceTokens, VirtualTokens
@@ -111,6 +112,7 @@ class ModelRunner:
     def active(self) -> Iterator[ModelRunner]:
         """Prepare the model for tree forwards; restore it when the block ends."""
         with ExitStack() as stack:
+            stack.enter_context(original_forwards(self.model))
             stack.enter_context(self._call.active())
             if takes_packed(self.model):
                 self._attention = PackedAttention(self.model)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hf_spec_kernels import has_triton
@@ -26,14 +28,35 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 
 
-# The interpreter keeps bfloat16 as integers and multiplies those.
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DTYPES, ids=str)
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Every dtype of the kernels that can be tested there."""
+    """Every dtype of the kernels."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter stores bfloat16 as integers and would multiply those.
+
+    Products of bfloat16 are exact in float32, in which GPUs add them up.
+    """
+    if not has_triton():
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    multiply = InterpreterBuilder.create_dot
+
+    def widened(states: TensorHandle) -> TensorHandle:
+        if states.dtype.scalar != tl.bfloat16:
+            return states
+        bits = states.data.astype(np.uint32) << 16
+        return TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: TensorHandle, b: TensorHandle, *args: Any) -> TensorHandle:
+        return multiply(self, widened(a), widened(b), *args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,10 @@ SHARED_MEMORY = {
     "cuda:100": 227 * 1024,
     "hip:gfx942": 64 * 1024,
 }
-# Bytes per thread: some registers more than there are.
+# Bytes per thread: some registers more than there are, in shapes that no model of the table has.
 SPILLED = 128
+# Tokens of a prompt in the table of compiled kernels.
+PROMPT = 1024
 KERNELS = {
     "ragged_tree_attention_kernel",
     "add_splits_kernel",
@@ -39,14 +41,20 @@ WIDE = {"ragged_tree_attention_kernel", "kv_write_kernel", "kv_keep_kernel"}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only")
 
 
-def compiled(target: str, cases: str, folder: Path) -> list[SimpleNamespace]:
-    """Every kernel of the cases for a target, as `Compiled` says; none may be wrong anywhere."""
+def compiling_environment(folder: Path) -> dict[str, str]:
+    """Variables of a process that compiles kernels instead of interpreting them."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels"))),
         "TRITON_CACHE_DIR": str(folder),
     }
     environment.pop("TRITON_INTERPRET", None)
+    return environment
+
+
+def compiled(target: str, cases: str, folder: Path) -> list[SimpleNamespace]:
+    """Every kernel of the cases for a target, a `Compiled` each; none may be wrong anywhere."""
+    environment = compiling_environment(folder)
     finished = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_offline", target, cases],
         cwd=ROOT,
@@ -74,6 +82,43 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
 def test_products_of_float32_stay_what_they_are(tmp_path: Path) -> None:
     """On these GPUs tiles of 64 rows go to units that know float32 by its first bits only."""
     assert compiled("cuda:100", "float32", tmp_path)
+
+
+def compile_table(folder: Path, *options: str) -> list[SimpleNamespace]:
+    """Rows of the table of compiled kernels, made anew with these options."""
+    out = folder / "table.json"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "examples.studies.kernels.compile_table"),
+            *(*options, "--out", str(out)),
+        ],
+        cwd=ROOT,
+        env=compiling_environment(folder),
+        capture_output=True,
+        check=True,
+    )
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    return [SimpleNamespace(**{**row, **row["compiled"]}) for row in rows]
+
+
+def assert_two_blocks_without_spills(rows: list[SimpleNamespace]) -> None:
+    assert [row for row in rows if row.spilled] == []
+    drafts = [row for row in rows if 4 < row.nodes < PROMPT]
+    assert [row for row in drafts if row.blocks_per_processor < 2] == []
+
+
+@pytest.mark.full
+def test_drafts_have_two_blocks_per_multiprocessor(tmp_path: Path) -> None:
+    rows = compile_table(tmp_path, "--gpu", "sm_90", "--nodes", "16")
+    assert {row.kernel for row in rows} == {"ragged_tree_attention_kernel", "add_splits_kernel"}
+    assert_two_blocks_without_spills(rows)
+
+
+@pytest.mark.slow
+def test_no_shape_spills_on_any_gpu(tmp_path: Path) -> None:
+    rows = compile_table(tmp_path)
+    assert {row.gpu for row in rows} == {"sm_89", "sm_90", "sm_100"}
+    assert_two_blocks_without_spills(rows)
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ def test_queries_share_key_heads(kv_heads: int, groups: int, device: torch.devic
     compare(make_case(shape=Shape(kv_heads, groups), device=device), Scoring())
 
 
-@pytest.mark.parametrize("head", [8, 16, 48, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head", [8, 16, 48, 64, 80, 96, 128, 256, 512])
 def test_head_sizes(head: int, device: torch.device, dtype: torch.dtype) -> None:
     case = make_case(ROWS[1:3], Shape(1, 2, head, head), dtype, device)
     compare(case, Scoring(), small_tiles=False)
@@ -121,6 +121,60 @@ def test_head_sizes(head: int, device: torch.device, dtype: torch.dtype) -> None
 
 def test_values_may_be_narrower_than_keys(device: torch.device) -> None:
     compare(make_case(shape=Shape(head=24, value_head=12), device=device), Scoring())
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "programs", "expected"),
+    [
+        # Eight heads of keys: 16 stretches of 32 keys for a tile, 8 of 64 for two.
+        (512, 8, 16),
+        (512, 16, 8),
+        # Two programs per multiprocessor, not more.
+        (8192, 8, 33),
+        (8192, 16, 16),
+        (8192, 264, 1),
+        (8192, 1000, 1),
+        # No stretch is shorter than a block, and there are at most 64.
+        (40, 8, 2),
+        (1, 8, 1),
+        (100_000, 1, 64),
+    ],
+)
+def test_how_many_stretches(num_keys: int, programs: int, expected: int) -> None:
+    from hf_spec_kernels.ragged_tree_attention.kernel import stretches
+
+    assert stretches(num_keys, 32, 64, programs, 132) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "groups", "kind"),
+    [(4, 4, "few"), (5, 4, "some"), (1, 16, "few"), (256, 4, "some"), (257, 4, "many")],
+)
+def test_tiles_are_chosen_by_rows(nodes: int, groups: int, kind: str) -> None:
+    from hf_spec_kernels.ragged_tree_attention.kernel import config_key
+
+    query = torch.zeros(1, 1, 128, dtype=torch.bfloat16)
+    assert config_key(query, 128, nodes * groups) == f"head128_16bit_{kind}"
+
+
+@pytest.mark.parametrize("name", ["window", "chunk"])
+def test_only_a_window_is_shared_out(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of 37 tokens and a window of 4: the stretches are those of a short context."""
+    from hf_spec_kernels.ragged_tree_attention import kernel
+
+    asked: list[int] = []
+
+    def stretches(num_keys: int, *sizes: int) -> int:
+        asked.append(num_keys)
+        return 2
+
+    monkeypatch.setattr(kernel, "stretches", stretches)
+    case = make_case(ROWS[1:2], device=device)
+    compare(case, scoring(name, device))
+    compare(case, Scoring())
+    assert asked == [4 + 10, 47]
 
 
 @pytest.mark.parametrize("num_splits", [2, 5])
@@ -204,9 +258,21 @@ def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
         torch.testing.assert_close(out[~bad], whole[~bad], atol=5e-6, rtol=0)
 
 
-def test_one_bit_more_changes_one_query(device: torch.device) -> None:
+@pytest.mark.by_default(committed=(29,))
+@pytest.mark.parametrize("committed", range(24, 33))
+def test_bits_begin_anywhere_in_a_block(
+    committed: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """A tree of 21 nodes, whose bits fill two blocks of keys at every offset."""
+    parents = [-1, *((node - 1) // 2 for node in range(1, 21))]
+    case = make_case([(committed, parents)], dtype=dtype, device=device)
+    compare(case, Scoring())
+    compare(case, Scoring(), num_splits=3)
+
+
+def test_one_bit_more_changes_one_query(device: torch.device, dtype: torch.dtype) -> None:
     """The bits are what is read: node 2 of row 1 is shown its sibling 1."""
-    case = make_case(device=device)
+    case = make_case(dtype=dtype, device=device)
     before = ragged_tree_attention(*case.tensors, impl="triton")
     case.layout.bits[3 + 2, 0] |= 2
     after = ragged_tree_attention(*case.tensors, impl="triton")

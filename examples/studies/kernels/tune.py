@@ -24,7 +24,7 @@ Timer = Callable[[Call], float]
 
 VOCAB = 128_256
 CONTEXT = 8192
-NODES = {"few": 4, "many": 64}
+NODES = {"few": 4, "some": 16, "many": 512}
 KV_HEADS, GROUPS = 8, 4
 
 TF32_ROWS = 64
@@ -36,7 +36,7 @@ CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
         "BLOCK_N": (16, 32, 64, 128),
         "num_warps": (4, 8),
         "num_stages": (1, 2, 3),
-        "min_split": (128, 256, 512),
+        "min_split": (64, 128, 256),
     },
     "verify_tree": _OVER_VOCABULARY,
     "draft_features": _OVER_VOCABULARY,

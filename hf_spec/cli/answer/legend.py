@@ -17,6 +17,7 @@ LEGEND: Final = {
     "tau": "accepted draft tokens per forward pass of the target",
     "padding": "padding tokens in the target's forward passes",
     "graph replays": "forward passes of the target that replayed a CUDA graph",
+    "memory retries": "operations repeated after the device ran out of memory",
     "draft forwards": "forward passes of the draft model or head",
     "seconds": "time of drafting, of the target's forward passes, and of the rest",
     "draft nodes": "drafted tokens, verified or not",

@@ -54,5 +54,8 @@ def update_counts(stats: SpecStats, target: ModelRunner, drafter: Drafter) -> No
     stats.target_tokens = target.tokens_run
     stats.target_padding = target.padding_run
     stats.graph_replays, stats.graph_captures, stats.graph_refusal = target.graph_counts
+    pool = target.rows.pool
+    stats.kv_pool_bytes, stats.kv_pool_growths = pool.nbytes(), pool.growths
+    stats.memory_retries = pool.retries
     stats.draft_forwards = drafter.forwards
     stats.counters = dict(drafter.counters)

@@ -148,6 +148,7 @@ class StepGraphs:
         except torch.OutOfMemoryError:
             if mixers_of(self._model):
                 raise
+            self._pool.retries += 1
             # Memory is freed below: the error being handled refers to the failed step's tensors.
         self._free_memory()
         step.written.clear()

@@ -56,11 +56,14 @@ class KVPool:
 
     Attributes:
         capacity: number of tokens per slot that are allocated.
+        growths: how often filled buffers were copied to larger ones.
+        retries: how often growing, or a step, was repeated after the device had run out of memory.
         before_resize: called before buffers move to other addresses.
     """
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
+        self.growths = self.retries = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.before_resize: Callable[[], None] | None = None
@@ -89,6 +92,7 @@ class KVPool:
         with suppress(torch.OutOfMemoryError):
             self._resize(self._with_room(length))
             return
+        self.retries += 1
         graph_store.free()
         self._resize(length + LITTLE_ROOM)
 
@@ -186,6 +190,7 @@ class KVPool:
                 new = self._new(old, capacity)
                 new[:, :, :copied] = old[:, :, :copied]
                 buffers[layer] = new
+        self.growths += bool(self.keys) and capacity > self.capacity
         self.capacity = capacity
 
     def _new(self, like: Tensor, capacity: int) -> Tensor:

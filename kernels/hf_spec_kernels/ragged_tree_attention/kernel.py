@@ -26,6 +26,8 @@ OP = "ragged_tree_attention"
 # Stretches per query at most, and programs per multiprocessor that more stretches should reach.
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 2
+# Most rows of the classes of tile sizes, see `config_key`.
+FEW_ROWS, SOME_ROWS = 16, 1024
 
 
 # A kernel is compiled again for whatever it is specialised on, so nothing that changes by step is.
@@ -70,11 +72,6 @@ def ragged_tree_attention_kernel(
     key_ptr += slot * stride_key_s + kv_head.to(tl.int64) * stride_key_h
     value_ptr += slot * stride_value_s + kv_head.to(tl.int64) * stride_value_h
     prefix = tl.load(prefix_ptr + segment)
-    # Every segment is split by its own length, which the host need not know exactly.
-    num_keys = tl.load(num_keys_ptr + segment)
-    keys_per_split = tl.cdiv(tl.cdiv(num_keys, tl.num_programs(2)), BLOCK_N) * BLOCK_N
-    begin = pid_split * keys_per_split
-    end = tl.minimum(begin + keys_per_split, num_keys)
     position = tl.load(position_ptr + token, mask=mask_m, other=2147483647)
     first_position = tl.load(first_position_ptr + segment)
     key_position_ptr += tl.load(key_start_ptr + segment)
@@ -85,10 +82,16 @@ def ragged_tree_attention_kernel(
     reach = tl.zeros([BLOCK_M], tl.int32) + window
     if IS_CHUNK:
         reach = position % window + 1
-    if HAS_WINDOW and begin < end:
-        # Places that lie before the window of every row of the tile are not read.
-        oldest = tl.min(position - reach + 1, axis=0) - first_position
-        begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
+    # Every segment is split by its own length, which the host need not know exactly.
+    num_keys = tl.load(num_keys_ptr + segment)
+    oldest = 0
+    if HAS_WINDOW:
+        # Places before the window of every row of the tile are not read, and not shared out.
+        oldest = tl.maximum(tl.min(position - reach + 1, axis=0) - first_position, 0)
+        oldest = oldest // BLOCK_N * BLOCK_N
+    keys_per_split = tl.cdiv(tl.cdiv(num_keys - oldest, tl.num_programs(2)), BLOCK_N) * BLOCK_N
+    begin = oldest + pid_split * keys_per_split
+    end = tl.minimum(begin + keys_per_split, num_keys)
     # Whole blocks that everybody sees need no bits.
     middle = tl.maximum(tl.minimum(prefix // BLOCK_N * BLOCK_N, end), begin)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -116,13 +119,24 @@ def ragged_tree_attention_kernel(
                 scores = tl.where(scores < 0, -capped, capped)
             visible = mask_n[None, :]
             if tail:
-                bit = tl.maximum(place - prefix, 0)
-                byte = tl.load(
-                    row_bits[:, None] + (bit // 8)[None, :],
-                    mask=mask_m[:, None] & (mask_n & (place >= prefix))[None, :],
+                # Whole bytes of a row, from two neighbors each: a load per key would take most of
+                # the registers.
+                bit = start - prefix
+                byte = (bit >> 3) + tl.arange(0, BLOCK_N // 8)
+                places_of_byte = row_bits[:, None] + byte[None, :]
+                low = tl.load(
+                    places_of_byte,
+                    mask=mask_m[:, None] & ((byte >= 0) & (byte < num_bytes))[None, :],
                     other=0,
                 )
-                seen = ((byte.to(tl.int32) >> (bit % 8)[None, :]) & 1) != 0
+                high = tl.load(
+                    places_of_byte + 1,
+                    mask=mask_m[:, None] & ((byte >= -1) & (byte + 1 < num_bytes))[None, :],
+                    other=0,
+                )
+                joined = (low.to(tl.int32) | (high.to(tl.int32) << 8)) >> (bit & 7)
+                seen = ((joined[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1) != 0
+                seen = tl.reshape(seen, [BLOCK_M, BLOCK_N])
                 visible = visible & (seen | (place < prefix)[None, :])
             if HAS_WINDOW or HAS_SLOPES:
                 key_position = first_position + place
@@ -235,13 +249,15 @@ def ragged_tree_attention(
     block_v = max(16, triton.next_power_of_2(value_size))
     num_rows = layout.max_queries * groups
     chosen = dict(config(OP, config_key(query, block_d, num_rows), query.device))
-    # Fewest keys that are worth a stretch.
     min_split = chosen.pop("min_split")
     tiles = triton.cdiv(num_rows, chosen["BLOCK_M"])
     if num_splits is None:
-        wanted = PROGRAMS_PER_PROCESSOR * num_processors(query.device)
-        useful = min(triton.cdiv(layout.max_keys, min_split), MAX_SPLITS)
-        num_splits = max(1, min(wanted // (num_segments * tiles * kv_heads), useful))
+        # A window shows a tile its own width, and the nodes before its last one.
+        reach = scoring.window or scoring.chunk or layout.max_keys
+        longest = min(layout.max_keys, reach + layout.max_queries)
+        programs = num_segments * tiles * kv_heads
+        processors = num_processors(query.device)
+        num_splits = stretches(longest, chosen["BLOCK_N"], min_split, programs, processors)
     split = num_splits > 1
     partial, weight = out, out
     if split:
@@ -272,7 +288,27 @@ def ragged_tree_attention(
     return out
 
 
+def stretches(num_keys: int, block: int, min_split: int, programs: int, processors: int) -> int:
+    """Return how many stretches the keys of a query are cut into.
+
+    Args:
+        num_keys: most keys of a segment.
+        block: fewest keys of a stretch.
+        min_split: fewest keys that are worth a stretch where every multiprocessor has a program.
+        programs: programs per stretch.
+        processors: multiprocessors of the device.
+    """
+    most = PROGRAMS_PER_PROCESSOR * processors // programs
+    useful = triton.cdiv(num_keys, min_split)
+    needed = min(processors // programs, triton.cdiv(num_keys, block))
+    return max(1, min(most, max(useful, needed), MAX_SPLITS))
+
+
 def config_key(query: Tensor, block_d: int, num_rows: int) -> str:
-    """Key of the tile sizes: padded head size, bits of an element, few or many rows."""
-    rows = "few" if num_rows <= 16 else "many"
+    """Key of the tile sizes: padded head size, bits of an element, number of rows.
+
+    A row is a query of one head. `few` are those of a tile, `some` those of a draft, and `many`
+    those of a prompt.
+    """
+    rows = "few" if num_rows <= FEW_ROWS else "some" if num_rows <= SOME_ROWS else "many"
     return f"head{max(64, block_d)}_{8 * query.element_size()}bit_{rows}"

@@ -10,17 +10,20 @@ import pytest
 import torch
 import transformers
 from packaging import version
+from torch import Tensor
 from transformers import MaxLengthCriteria
 
 from hf_spec import BlockConfig, EagleConfig, HeadsConfig, MtpConfig
 from hf_spec.adapters.published import read_published
 from hf_spec.backend.device import graph_store
+from hf_spec.backend.device.capture import cuda_graphs
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.loop import speculative_step
 from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.engine.forward import kv_pool
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.block.layouts import build_block_head as build_block
@@ -121,11 +124,13 @@ def nothing_kept() -> Iterator[None]:
 
 @dataclass
 class Call:
-    """Graphs of one call, of the target and of the head, and the tokens."""
+    """Graphs of one call, of the target and of the head, the tokens, and the memory."""
 
     target: tuple[int, int, str | None]
     head: tuple[int, int, str | None] | None
     tokens: list[list[int]]
+    # Bytes of the KV pool, its growths, and repeated operations.
+    memory: tuple[int, int, int]
 
 
 @torch.no_grad()
@@ -142,7 +147,9 @@ def decode(model: Any, drafter: Drafter) -> Call:
             speculative_step(target, drafter, verifier, state)
         graphs: Any = getattr(drafter._runner, "_graphs", None)
         head = None if graphs is None else (graphs.replays, graphs.captures, graphs.refusal)
-        return Call(target.graph_counts, head, state.tokens)
+        pool = target.rows.pool
+        memory = pool.nbytes(), pool.growths, pool.retries
+        return Call(target.graph_counts, head, state.tokens, memory)
 
 
 def test_a_family_reads_the_state_before_the_norm() -> None:
@@ -179,3 +186,123 @@ def test_frequencies_of_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
         first, again = decode(model, drafter), decode(model, drafter)
     assert first.target[1] > 0
     assert again.target[1:] == (0, None)
+
+
+class TestMemory:
+    """A pool with room for 16 tokens at first, of the 33 that are used."""
+
+    ROOM = 16
+
+    @pytest.fixture
+    def expected(self, monkeypatch: pytest.MonkeyPatch) -> Call:
+        with pretended(monkeypatch) as gpu, recording(monkeypatch, gpu):
+            whole = decode(on_gpu(llama()), LookupDrafter(LookupConfig()))
+        graph_store.forget()
+        monkeypatch.setattr(kv_pool, "MAX_RESERVED", self.ROOM)
+        return whole
+
+    def test_the_pool_grows_with_use(self, expected: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pretended(monkeypatch) as gpu, recording(monkeypatch, gpu):
+            grown = decode(on_gpu(llama()), LookupDrafter(LookupConfig()))
+        assert grown.tokens == expected.tokens
+        assert grown.target[1] > expected.target[1], "captured again at the new addresses"
+        assert expected.memory[1:] == (0, 0)
+        assert grown.memory[1] > 0
+        assert grown.memory[2] == 0
+        # Room beyond the tokens: a draft, and at most 16.
+        assert 0 < grown.memory[0] < expected.memory[0]
+
+    def test_a_full_device(self, expected: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Growing fails once; graphs of other models are freed, and it is repeated."""
+        make, failures = kv_pool.KVPool._new, []
+
+        def limited(pool: Any, like: Tensor, capacity: int) -> Tensor:
+            if capacity > self.ROOM and not failures:
+                failures.append(capacity)
+                raise torch.OutOfMemoryError("no room")
+            return make(pool, like, capacity)
+
+        monkeypatch.setattr(kv_pool.KVPool, "_new", limited)
+        other = torch.nn.Linear(1, 1)
+        graph_store.put(other, graph_store.StoredGraphs("a", None, 1, ({}, {}), {}, None))
+        with pretended(monkeypatch) as gpu, recording(monkeypatch, gpu):
+            call = decode(on_gpu(llama()), LookupDrafter(LookupConfig()))
+        assert call.tokens == expected.tokens
+        assert call.memory[2] == 1
+        assert other not in graph_store._stored
+
+
+def uncompiled(model: Any) -> None:
+    """Leave a model as it is."""
+
+
+def compiled(model: Any) -> None:
+    def never(graph: Any, inputs: Any) -> Any:
+        raise AssertionError("compiled code ran")
+
+    model.compile(backend=never)
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend=never)
+
+
+def in_four_bits(model: Any) -> None:
+    """Replace linear layers by those of bitsandbytes, whose states are on the device."""
+    import bitsandbytes as bnb
+
+    for name, linear in list(model.model.named_modules()):
+        if not isinstance(linear, torch.nn.Linear):
+            continue
+        rows, columns = linear.weight.shape
+        layer = bnb.nn.Linear4bit(columns, rows, bias=False, quant_type="nf4")
+        layer.compute_type_is_set = True
+        packed, state = bnb.functional.quantize_4bit(linear.weight.held, quant_type="nf4")
+        for part in ("absmax", "code"):
+            setattr(state, part, OnGpu(getattr(state, part)))
+        weight: Any = OnGpu(packed)
+        weight.quant_state, weight.bnb_quantized = state, True
+        layer._parameters["weight"], layer.quant_state = weight, state
+        model.model.set_submodule(name, layer)
+
+
+def in_eight_bits(model: Any) -> None:
+    """Replace linear layers by FP8 layers; their kernel is a package of the Hub."""
+    from transformers.integrations import finegrained_fp8
+
+    for name, linear in list(model.model.named_modules()):
+        if isinstance(linear, torch.nn.Linear):
+            rows, columns = linear.weight.shape
+            layer = finegrained_fp8.FP8Linear(columns, rows, block_size=(16, 16))
+            layer._parameters["weight"] = OnGpu(linear.weight.held.to(torch.float8_e4m3fn))
+            scales = torch.ones(-(-rows // 16), -(-columns // 16))
+            layer._parameters["weight_scale_inv"] = OnGpu(scales)
+            model.model.set_submodule(name, layer)
+
+
+def dequantized_matmul(states: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return torch.nn.functional.linear(states, weight.to(states.dtype))
+
+
+@pytest.mark.parametrize("change", [uncompiled, compiled, in_four_bits, in_eight_bits])
+def test_compiled_and_quantized_targets(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are captured, and a replay computes what their forward does."""
+    if change is in_four_bits:
+        pytest.importorskip("bitsandbytes")
+    if change is in_eight_bits:
+        from transformers.integrations import finegrained_fp8
+
+        monkeypatch.setattr(finegrained_fp8, "fp8_linear", dequantized_matmul)
+    outputs = []
+    with pretended(monkeypatch) as gpu, recording(monkeypatch, gpu):
+        model = on_gpu(llama())
+        change(model)
+        for mode in ("off", "auto", "auto"):
+            with cuda_graphs(mode):
+                outputs.append(decode(model, LookupDrafter(LookupConfig())))
+    eager, first, again = outputs
+    assert eager.target[2] == "set_cuda_graphs('off')"
+    assert first.target[1] > 0
+    assert first.target[2] is None
+    assert again.target[1:] == (0, None)
+    assert eager.tokens == first.tokens == again.tokens

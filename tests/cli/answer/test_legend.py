@@ -20,6 +20,7 @@ def stats() -> SpecStats:
     row = RowStats(4, 10, 6, 10, [4, 3, 2, 1, 1], [4, 1, 1])
     times = {"draft_seconds": 1.0, "verify_seconds": 2.0, "other_seconds": 0.5}
     counts = {"target_padding": 1, "target_tokens": 3, "graph_replays": 2, "draft_forwards": 5}
+    counts["memory_retries"] = 1
     counters = dict.fromkeys(COUNTERS, 7)
     return SpecStats([row, row], **counts, **times, counters=counters)  # type: ignore[arg-type]
 

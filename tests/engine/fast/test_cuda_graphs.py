@@ -435,6 +435,8 @@ class TestOutOfMemory:
         output = model.generate(**call, spec_strategy="lookup", return_dict_in_generate=True)
         assert torch.equal(output.sequences, model.generate(**call))
         assert output.spec_stats.graph_refusal == refusal
+        assert output.spec_stats.memory_retries == (refusal is not None)
+        assert output.spec_stats.kv_pool_bytes > 0
         assert (output.spec_stats.graph_captures > 0) == (refusal is None)
 
     @pytest.fixture

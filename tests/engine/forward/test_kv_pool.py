@@ -51,6 +51,7 @@ def test_capacity_grows_by_half_and_keeps_what_is_stored() -> None:
         assert pool.capacity >= length
         capacities.add(pool.capacity)
     assert sorted(capacities) == [256, 385, 579, 870, 1306]
+    assert (pool.growths, pool.retries) == (4, 0)
     for old, new in zip(before, content(pool), strict=True):
         assert new.shape[2] == pool.capacity
         assert torch.equal(new[:, :, :MIN_CAPACITY], old)
@@ -135,6 +136,7 @@ class TestOutOfMemory:
         del stored
         pool.reserve(MIN_CAPACITY + 100)
         assert graph_store.pop(net, "a", 0) is None
+        assert (pool.growths, pool.retries) == (1, 1)
         assert pool.capacity == MIN_CAPACITY + 100 + LITTLE_ROOM
         for old, new in zip(before, content(pool), strict=True):
             assert torch.equal(new[:, :, :MIN_CAPACITY], old)
@@ -145,6 +147,7 @@ class TestOutOfMemory:
         pool.reserve(100)
         pool.trim()
         assert pool.capacity == 100
+        assert pool.growths == 0
         for old, new in zip(before, content(pool), strict=True):
             assert torch.equal(new, old[:, :, :100])
 

@@ -1,0 +1,169 @@
+"""Compile GPU kernels without a GPU, and read what a multiprocessor needs to run them.
+
+Launches inside `compiling` compile their kernels with the arguments of the launch and run nothing.
+Kernels must not be interpreted: the process needs to start without `TRITON_INTERPRET`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Of an NVIDIA multiprocessor: registers, how many a warp gets at a time, and the shared memory that
+# a block takes besides its own (CUDA C++ Programming Guide, compute capabilities).
+REGISTERS, REGISTER_UNIT, BLOCK_SHARED = 65_536, 256, 1024
+
+_devices = itertools.count()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU to compile for, and the limits of one multiprocessor.
+
+    Attributes:
+        name: a product.
+        target: `cuda:` and the compute capability, or `hip:` and the architecture.
+        processors: number of multiprocessors.
+        shared: bytes of shared memory of a multiprocessor.
+        warps: most warps at a time.
+        blocks: most blocks at a time.
+    """
+
+    name: str
+    target: str
+    processors: int
+    shared: int
+    warps: int
+    blocks: int
+
+
+GPUS = {
+    "sm_89": Gpu("RTX 4090", "cuda:89", 128, 100 * 1024, 48, 24),
+    "sm_90": Gpu("H100", "cuda:90", 132, 228 * 1024, 64, 32),
+    "sm_100": Gpu("B200", "cuda:100", 148, 228 * 1024, 64, 32),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A launch: its kernel, its grid, and the resources of one block.
+
+    Attributes:
+        kernel: name of the kernel.
+        grid: programs per axis.
+        warps: warps of a block.
+        registers: registers of a thread; 0 if unknown.
+        spilled: bytes of a thread that did not fit in registers.
+        shared: bytes of shared memory.
+        widest: bytes of the widest load from global memory; 0 if unknown.
+        tf32: True if float32 inputs of a matmul are rounded.
+        matmul: instruction of the matmuls, `wgmma`, `tcgen05` or `mma`; empty if there are none.
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    warps: int
+    registers: int
+    spilled: int
+    shared: int
+    widest: int
+    tf32: bool
+    matmul: str
+
+
+def blocks_per_processor(compiled: Compiled, gpu: Gpu) -> int:
+    """Return the number of blocks that an NVIDIA multiprocessor runs at a time."""
+    per_warp = -(-compiled.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    return min(
+        REGISTERS // (per_warp * compiled.warps),
+        gpu.shared // (compiled.shared + BLOCK_SHARED),
+        gpu.warps // compiled.warps,
+        gpu.blocks,
+    )
+
+
+class _NoGPU:
+    """The part of a Triton driver that compiling needs."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+        # Triton caches kernels by device, whatever its target.
+        self.device = next(_devices)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(target: str) -> Iterator[list[Compiled]]:
+    """Compile for `target` what the block launches; the list gets an entry per launch."""
+    kind, _, name = target.partition(":")
+    is_nvidia = kind == "cuda"
+    arch, warp_size = (int(name), 32) if is_nvidia else (name, 64)
+    driver.set_active(_NoGPU(GPUTarget(kind, arch, warp_size)))
+    launch, launches = JITFunction.run, list[Compiled]()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        resources = _of_nvidia(compiled.asm) if is_nvidia else _of_amd(compiled.asm)
+        data = compiled.metadata
+        launches.append(
+            Compiled(
+                kernel=self.__name__,
+                grid=tuple(grid),
+                warps=data.num_warps,
+                shared=data.shared,
+                **resources,
+            )
+        )
+
+    JITFunction.run = run
+    try:
+        yield launches
+    finally:
+        JITFunction.run = launch
+
+
+def _of_nvidia(asm: Any) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ptx = asm["ptx"]
+    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+    matmuls = (name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in ptx)
+    return {
+        "registers": max(map(int, re.findall(r"REG:(\d+)", usage))),
+        # No kernel has arrays per thread: what is on the stack was spilled.
+        "spilled": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
+        "widest": max((int(many or 1) * int(bits) // 8 for many, bits in loads), default=0),
+        "tf32": "tf32" in ptx,
+        "matmul": next(matmuls, "").partition(".")[0],
+    }
+
+
+def _of_amd(asm: Any) -> dict[str, Any]:
+    text = asm["amdgcn"]
+    # Scalar registers are spilled to others; these go to memory, four bytes each.
+    spilled = 4 * sum(map(int, re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)))
+    return {"registers": 0, "spilled": spilled, "widest": 0, "tf32": "xf32" in text, "matmul": ""}

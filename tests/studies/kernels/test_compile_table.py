@@ -1,0 +1,84 @@
+"""The record of compiled kernels: what it shows, and that it is of the current tile sizes."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hf_spec_kernels import configs
+
+from examples.studies.kernels import compile_table
+from examples.studies.kernels.compile_table import LAYERS, NODES, PROMPT, Row, table
+from examples.studies.kernels.offline import GPUS, Compiled
+from tests.kernels.test_compiles import ROOT
+
+FOLDER = ROOT / "examples" / "studies" / "kernels"
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    record = json.loads((FOLDER / "compiled_kernels.json").read_text(encoding="utf-8"))
+    return [Row(**{**row, "compiled": Compiled(**row["compiled"])}) for row in record["rows"]]
+
+
+def test_no_kernel_spills_registers(rows: list[Row]) -> None:
+    assert [row for row in rows if row.compiled.spilled] == []
+
+
+def test_drafts_have_two_blocks_per_multiprocessor(rows: list[Row]) -> None:
+    found = [row for row in rows if 4 < row.nodes <= max(NODES)]
+    assert {row.gpu for row in found} == set(GPUS)
+    assert [row for row in found if row.blocks_per_processor < 2] == []
+
+
+def test_a_short_context_gives_most_multiprocessors_a_program(rows: list[Row]) -> None:
+    """Stretches of 32 keys or more: 16 of 512 keys for each head of keys and tile of queries."""
+    for row in attention_of(rows, 8, 512):
+        layers = next(layers for layers in LAYERS if layers.name == row.shape)
+        keys = min(512, layers.window or 512)
+        programs = row.compiled.grid[0] * row.compiled.grid[2]
+        processors = GPUS[row.gpu].processors // layers.kv_heads
+        assert programs >= min(processors, keys // 32)
+
+
+def test_the_record_is_of_the_current_tiles(rows: list[Row]) -> None:
+    sizes = json.loads(configs.config_file("ragged_tree_attention", "default").read_text())
+    for nodes in (*NODES, PROMPT):
+        for row in attention_of(rows, nodes, 512):
+            layers = next(layers for layers in LAYERS if layers.name == row.shape)
+            num_rows = nodes * layers.heads // layers.kv_heads
+            kind = "few" if num_rows <= 16 else "some" if num_rows <= 1024 else "many"
+            tile = sizes[f"head{layers.head}_16bit_{kind}"]
+            assert row.compiled.warps == tile["num_warps"]
+            assert row.compiled.grid[0] == -(-num_rows // tile["BLOCK_M"])
+
+
+def test_the_document_has_the_table(rows: list[Row]) -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert table(rows) in text
+
+
+def test_cells_merge_what_differs_by_grid_only() -> None:
+    needs = Compiled("ragged_tree_attention_kernel", (2, 8, 4), 4, 128, 0, 2048, 16, False, "mma")
+    row = Row("sm_90", LAYERS[0].name, 4, 512, 4, needs)
+    (line,) = table([row, row]).splitlines()[2:]
+    assert line.endswith("| 128 / 0 / 2 / 4: 64, 64 |")
+
+
+def test_an_unknown_gpu_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compile_table.main(["--gpu", "sm_1"])
+    assert re.search("sm_1.*sm_89", capsys.readouterr().err)
+
+
+def attention_of(rows: list[Row], nodes: int, context: int) -> list[Any]:
+    kernel = "ragged_tree_attention_kernel"
+    found = [
+        row
+        for row in rows
+        if (row.compiled.kernel, row.nodes, row.context) == (kernel, nodes, context)
+    ]
+    assert len(found) == len(LAYERS) * len(GPUS)
+    return found
