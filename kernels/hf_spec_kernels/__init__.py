@@ -11,11 +11,11 @@
 =======================  =========================================================================
 
 `packed_linear` and `four_bit_linear` are C++ for a CPU, in modules of their own. Every other op
-takes `impl="auto" | "triton" | "torch"`. "auto" selects the kernel on a GPU and the reference elsewhere.
-`ragged_tree_attention` and `kv_write` also have "cpp", which "auto" selects on a CPU. C++ is built
-once, at first use, by the machine's compiler. Inputs that a kernel cannot read raise `TypeError` or
-`ValueError`. Importing this package imports torch and NumPy; Triton is imported with the first
-kernel. Without Triton, or a compiler, the references run.
+takes `impl="auto" | "triton" | "torch"`. "auto" selects the kernel on a GPU and the reference
+elsewhere. `ragged_tree_attention` and `kv_write` also have "cpp", which "auto" selects on a CPU.
+C++ is built once, at first use, by the machine's compiler. Inputs that a kernel cannot read raise
+`TypeError` or `ValueError`. Importing this package imports torch and NumPy; Triton is imported with
+the first kernel. Without Triton, or a compiler, the references run.
 """
 
 from hf_spec_kernels.dispatch import has_triton, launches, serves, using

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as T
+from hf_spec_kernels import launches
 from torch import nn
 
 import hf_spec
@@ -109,7 +110,10 @@ def test_its_own_output_up_to_ties(kind: str, strategy: str, folder: Path, tmp_p
     call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     plain = model.generate(prompt, **call)
     arguments = speculation(folder, model, strategy, tmp_path)
+    ran = launches["four_bit_linear"]
     output = model.generate(prompt, **call, **arguments, return_dict_in_generate=True)
+    # Processors without the layout, and 8-bit layers, do without the kernel.
+    assert (launches["four_bit_linear"] > ran) == any(map(is_four_bit, model.modules()))
     stats = output.spec_stats
     assert strategy == "lookup" or stats.accepted_tokens > 0
     assert_same_up_to_ties(model, prompt, plain[0].tolist(), output.sequences[0].tolist())

@@ -108,14 +108,14 @@ def test_installed_forwards_run_the_kernel_and_leave_the_model_as_found() -> Non
     storage = [model[i].weight.data_ptr() for i in (0, 2)]
     expected = model(states(5))
     ran = launches["four_bit_linear"]
-    with pytest.raises(KeyboardInterrupt), install_packed_linears(model):
+    with install_packed_linears(model):
         with install_packed_linears(model), use_packed_linears():
+            inside = model[0](states(5))
             model(states(5))
-        assert launches["four_bit_linear"] == ran + 2
-        first = model[0](states(5))
-        assert launches["four_bit_linear"] == ran + 2
-        with use_packed_linears():
-            assert torch.equal(model[0](states(5)), first)
+        assert launches["four_bit_linear"] == ran + 3
+        assert torch.equal(model[0](states(5)), inside)
+        assert launches["four_bit_linear"] == ran + 3
+    with pytest.raises(KeyboardInterrupt), install_packed_linears(model):
         raise KeyboardInterrupt
     assert [dict(module.__dict__) for module in model.modules()] == before
     assert [model[i].weight.data_ptr() for i in (0, 2)] == storage
