@@ -48,7 +48,7 @@ def four_bit_forward(layer: Any, states: Tensor) -> Tensor | None:
 
     The first call is left to bitsandbytes, which rearranges the weight.
     """
-    quantization = getattr(layer.weight, "quant_state", None)
+    quantization: Any = getattr(layer.weight, "quant_state", None)
     codes = layer.weight.data
     if (
         not getattr(quantization, "packing_format_for_cpu", False)
