@@ -41,6 +41,11 @@ LONGEST = (
     "tests/real/test_end_to_end.py",
     "tests/test_identity.py",
     "tests/real/test_smollm2.py",
+    "tests/real/test_batches.py",
+    "tests/real/test_gemma3.py",
+    "tests/real/test_bfloat16.py",
+    "tests/real/test_auto.py",
+    "tests/real/test_other_tokens.py",
 )
 
 
@@ -51,8 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
     for item in items:
-        if item.get_closest_marker("slow") is None and not runs_by_default(item):
-            item.add_marker(pytest.mark.full)
+        if item.get_closest_marker("slow") is None:
+            if not runs_by_default(item):
+                item.add_marker(pytest.mark.full)
+        elif item.get_closest_marker("full") is not None:
+            raise pytest.UsageError(f"{item.nodeid} is in two tiers: full and slow")
 
 
 def pytest_collection_finish() -> None:

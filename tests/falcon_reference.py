@@ -13,6 +13,16 @@ from transformers import PreTrainedModel
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from tests.tiny_models import build
 
+# Models, block sizes and whether the head is recurrent, for tests that compare single drafts.
+HEADS = [
+    ("llama", 1, False),
+    ("llama", 2, True),
+    ("llama", 3, False),
+    ("llama", 4, True),
+    ("gemma3", 2, False),
+    ("gemma3", 3, True),
+]
+
 
 @cache
 def random_head(

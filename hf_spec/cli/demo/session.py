@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
@@ -38,8 +39,11 @@ LEFT_OUT = ("tokens/s", "peak memory")
 
 
 def load(name: str | None, placement: Placement) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model `name`, by default the small model, which is downloaded if needed."""
-    name = name or str(smollm2_135m_instruct())
+    """Load the model `name`, by default the small one in float32, downloaded if needed."""
+    if name is None:
+        name = str(smollm2_135m_instruct())
+        if placement.dtype == "auto":
+            placement = replace(placement, dtype="float32")
     with bars_on_a_terminal_only():
         return load_target(name, placement), load_tokenizer(name)
 

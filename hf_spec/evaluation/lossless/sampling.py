@@ -82,12 +82,11 @@ def check_sampling(
     model: Any, prompts: Sequence[Tensor], plan: SamplingPlan, **method: Any
 ) -> SamplingResult:
     """Compare draws of the strategy in `method` after (1, L) prompts with plain sampling."""
-    # MPS cannot save and restore its generator by device.
     device = model.device
-    kept = {"device_type": device.type} if device.type in {"cuda", "xpu"} else {}
-    devices = [device] if kept else []
+    # MPS cannot save and restore its generator by device.
+    devices = [device] if device.type in {"cuda", "xpu"} else []
     texts = []
-    with torch.random.fork_rng(devices, **kept):
+    with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(plan.seed)
         ends = end_tokens(model)
         for prompt in prompts:

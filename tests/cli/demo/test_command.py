@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_spec.cli.app import build_app
-from hf_spec.cli.demo import entries, session
+from hf_spec.cli.demo import session
 from hf_spec.cli.demo.entries import PROMPTS
 from hf_spec.evaluation.bench.suite import Benchmark
 from tests import tiny_models
@@ -98,10 +98,8 @@ def test_mistakes_are_told_before_the_model_is_loaded(
 def test_the_real_model_with_everything(
     smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every default strategy; all prompts: test_the_demo in tests/real/test_end_to_end.py."""
     monkeypatch.setattr(session, "load", lambda *_: smollm2)
-    monkeypatch.setattr(entries, "PROMPTS", PROMPTS[-1:])
     monkeypatch.chdir(ROOT)
     result = CliRunner().invoke(build_app(), ["demo", *FEW])
     assert result.exit_code == 0, result.output
-    assert result.output.count("1 of 1") == 5
+    assert result.output.count("4 of 4") == 5

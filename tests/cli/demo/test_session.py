@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rich.console import Console
 from hf_spec.cli.demo import session, watch
 from hf_spec.cli.demo.replay import Recorder
 from hf_spec.cli.demo.session import conclusion, copied_share, strategies_table
+from hf_spec.cli.options import Placement
 from hf_spec.common.outputs import RowStats, SpecStats
 from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench import suite
@@ -217,3 +219,19 @@ def test_unsteady_runs_are_told() -> None:
     records += [plain("a", 99.0, "lookup")]
     assert "factor of 1.50" in session.unsteady_warning(records)
     assert session.unsteady_warning([*records[:1], *records[2:]]) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "loaded"),
+    [(None, "auto", "float32"), (None, "bfloat16", "bfloat16"), ("mine", "auto", "auto")],
+)
+def test_the_small_model_is_float32(
+    name: str | None, dtype: str, loaded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every device, so that its outputs are identical."""
+    placements: list[Placement] = []
+    monkeypatch.setattr(session, "smollm2_135m_instruct", lambda: Path("small"))
+    monkeypatch.setattr(session, "load_tokenizer", lambda name: name)
+    monkeypatch.setattr(session, "load_target", lambda _, placement: placements.append(placement))
+    assert session.load(name, Placement(dtype))[1] == (name or "small")
+    assert [placement.dtype for placement in placements] == [loaded]

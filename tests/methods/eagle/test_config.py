@@ -65,7 +65,7 @@ class TestOutput:
 class TestLengths:
     @pytest.mark.parametrize("policy", ["confidence", "disco"])
     def test_policies_of_chains(self, policy: str) -> None:
-        """Those of trees: tests/methods/test_contract.py."""
+        """Trees with every policy are tested in tests/methods/test_contract.py."""
         adapter = disco_adapter("llama") if policy == "disco" else None
         config = EagleConfig(tree="chain", length_policy=policy, adapter=adapter)
         inputs = {"input_ids": repetitive_prompt(9), "max_new_tokens": 6, "do_sample": False}

@@ -30,7 +30,7 @@ from hf_spec.methods.falcon.drafter import (
 )
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from tests.drafting.test_rank_tree import RAGGED, random_paths
-from tests.falcon_reference import block_ends, drafted, features_of, random_head
+from tests.falcon_reference import HEADS, block_ends, drafted, features_of, random_head
 from tests.host_and_device import check_same_drafts
 from tests.model_watch import count_forwards
 from tests.published_heads import sample as published
@@ -146,17 +146,7 @@ def check_against_reference(
 
 
 class TestDrafts:
-    @pytest.mark.parametrize(
-        ("name", "size", "recurrent"),
-        [
-            ("llama", 1, False),
-            ("llama", 2, True),
-            ("llama", 3, False),
-            ("llama", 4, True),
-            ("gemma3", 2, False),
-            ("gemma3", 3, True),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "size", "recurrent"), HEADS)
     def test_every_draft_of_a_ragged_batch(self, name: str, size: int, recurrent: bool) -> None:
         head = random_head(name, size, 2, recurrent)
         with watch_drafts() as seen:

@@ -12,7 +12,7 @@ from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.feature_pairs import runner as pair_runner
 from hf_spec.methods.feature_pairs.runner import HeadRunner, PairRow, draft_blocks, extend_rows
 from tests.drafting.test_rank_tree import random_paths
-from tests.falcon_reference import random_head
+from tests.falcon_reference import HEADS, random_head
 from tests.model_watch import snapshot
 from tests.tiny_models import VOCAB, build
 
@@ -38,17 +38,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 class TestFeed:
     @pytest.mark.parametrize(
-        ("name", "size", "recurrent"),
-        [
-            ("llama", 1, False),
-            ("llama", 2, True),
-            ("llama", 3, False),
-            ("llama", 4, True),
-            ("gemma3", 2, False),
-            ("gemma3", 3, True),
-            ("gpt_oss", 2, True),
-            ("gpt_oss", 4, False),
-        ],
+        ("name", "size", "recurrent"), [*HEADS, ("gpt_oss", 2, True), ("gpt_oss", 4, False)]
     )
     @torch.no_grad()
     def test_ragged_rows_equal_whole_texts(self, name: str, size: int, recurrent: bool) -> None:
