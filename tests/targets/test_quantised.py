@@ -119,6 +119,22 @@ def test_its_own_output_up_to_ties(kind: str, strategy: str, folder: Path, tmp_p
     assert_same_up_to_ties(model, prompt, plain[0].tolist(), output.sequences[0].tolist())
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp4-nested"])
+def test_weights_that_bitsandbytes_leaves_as_they_are(kind: str, folder: Path) -> None:
+    """As on processors without AVX512-BF16."""
+    model, prompt = load.__wrapped__(folder, kind), prompt_of(folder)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    plain = model.generate(prompt, **call)
+    ran = launches["four_bit_linear"]
+    output = model.generate(prompt, **call, spec_strategy="lookup", return_dict_in_generate=True)
+    assert (launches["four_bit_linear"] > ran) == any(map(is_four_bit, model.modules()))
+    assert output.spec_stats.rounds > 0
+    assert_same_up_to_ties(model, prompt, plain[0].tolist(), output.sequences[0].tolist())
+
+
 def test_quantisation_changes_the_output(folder: Path) -> None:
     """Otherwise the tests above would show nothing of the dense model's own."""
     call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}

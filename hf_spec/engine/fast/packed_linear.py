@@ -11,9 +11,10 @@ weights that were packed once (see `packed_gemm`) the GEMM takes a half to a thi
     F.linear                   others     none
     4-bit layer in place       1 to 64    none (see `four_bit`)
 
-The forms add in different order, except the last. Unchanged are other quantized layers, dtypes
-other than float32 and bfloat16, modules with an overridden forward (accelerate), autograd and
-autocast, and everything that runs outside of `use_packed_linears`, also in other threads.
+The forms add in different order, except the last with AVX512-BF16. Unchanged are other quantized
+layers, dtypes other than float32 and bfloat16, modules with an overridden forward (accelerate),
+autograd and autocast, and everything that runs outside of `use_packed_linears`, also in other
+threads.
 """
 
 from __future__ import annotations
