@@ -197,7 +197,7 @@ def test_the_weight_is_read_in_place(row_major: bool) -> None:
 
 
 def test_layers_of_other_classes_are_not_ours() -> None:
-    class Linear4bit(nn.Linear):
+    class Linear4bit(bnb.nn.Linear4bit):
         pass
 
     assert is_four_bit(layer(row_major=True))
