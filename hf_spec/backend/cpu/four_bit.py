@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,20 +43,25 @@ def is_four_bit(module: nn.Module) -> bool:
     layer: Any = module
     if layer.weight.device.type != "cpu":
         return False
+    if not hasattr(layer, "support_avx512bf16_for_cpu"):
+        reason: str | None = "this version of bitsandbytes has other layouts"
+    elif layer.support_avx512bf16_for_cpu:
+        reason = _build_error(build)
+    else:
+        reason = _build_error(row_major_kernel.build)
+    if reason is not None:
+        _log_once(reason)
+    return reason is None
+
+
+@functools.cache
+def _build_error(build_kernel: Callable[[], object]) -> str | None:
+    """Return why a kernel cannot be built; a compiler is called once."""
     try:
-        interleaved = layer.support_avx512bf16_for_cpu
-    except AttributeError:
-        _log_once("this version of bitsandbytes has other layouts")
-        return False
-    try:
-        if interleaved:
-            build()
-        else:
-            row_major_kernel.build(torch.float32)
+        build_kernel()
     except BuildError as error:
-        _log_once(str(error))
-        return False
-    return True
+        return str(error)
+    return None
 
 
 def four_bit_forward(layer: Any, states: Tensor) -> Tensor | None:

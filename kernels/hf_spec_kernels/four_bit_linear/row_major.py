@@ -107,11 +107,11 @@ def _addresses(scales: Tensor | NestedScales) -> tuple[int | None, ...]:
 
 
 @cache
-def build(dtype: torch.dtype) -> ctypes._NamedFuncPointer:
-    """Build the kernel on the first call; return its C++ function for weights of a dtype.
+def build(dtype: torch.dtype = torch.float32) -> ctypes._NamedFuncPointer:
+    """Build the kernels on the first call; return the C++ function for weights of a dtype.
 
     Raises:
-        BuildError: if it cannot be built.
+        BuildError: if they cannot be built.
     """
     library = load(Path(__file__).with_name("row_major.cpp"))
     function: ctypes._NamedFuncPointer = getattr(library, f"linear_{CPU_DTYPES[dtype]}")

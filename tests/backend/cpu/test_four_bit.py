@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hf_spec_kernels import launches
+from hf_spec_kernels.four_bit_linear import BuildError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -204,6 +205,23 @@ def test_layers_of_other_classes_are_not_ours() -> None:
     assert not is_four_bit(nn.Linear(64, 64))
     assert not is_four_bit(Linear4bit(64, 64))
     assert not is_four_bit(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False))
+
+
+def test_a_kernel_that_cannot_be_built_is_tried_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def fail() -> None:
+        tried.append(1)
+        raise BuildError("no C++ compiler was found")
+
+    monkeypatch.setattr(four_bit.row_major_kernel, "build", fail)
+    four_bit._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "hf_spec"):
+        assert not is_four_bit(layer(row_major=True))
+        assert not is_four_bit(layer(row_major=True))
+    assert caplog.text.count("no C++ compiler was found") == len(tried) == 1
 
 
 def test_layers_of_older_versions_are_left_to_bitsandbytes(
