@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.real, pytest.mark.full, needs_compiler]
 NEW_TOKENS = 24
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+@pytest.fixture(scope="module", params=["default layout", "row-major"])
+def model(request: pytest.FixtureRequest) -> Any:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     config = T.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -32,9 +32,14 @@ def model() -> Any:
         bnb_4bit_compute_dtype=torch.bfloat16,
         bnb_4bit_use_double_quant=True,
     )
-    return T.AutoModelForCausalLM.from_pretrained(
+    model = T.AutoModelForCausalLM.from_pretrained(
         smollm2_135m_instruct(), dtype=torch.bfloat16, quantization_config=config
     ).eval()
+    for module in model.modules():
+        if request.param == "row-major" and hasattr(module, "support_avx512bf16_for_cpu"):
+            # As on processors without AVX512-BF16.
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 @pytest.mark.parametrize("strategy", ["none", "lookup", "draft"])
