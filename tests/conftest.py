@@ -28,6 +28,7 @@ if not torch.cuda.is_available():
 from hf_spec.common.small_models import gemma3_270m, smollm2_135m_instruct
 from hf_spec.drafting.cost_model import cost_curves as round_costs
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from tests.forked_python import ForkedPython
 from tests.installed import ROOT, Built, build, install
 from tests.model_watch import left_behind
@@ -140,4 +141,6 @@ def cheap_drafts() -> Iterator[None]:
         patch.setattr(round_costs.RoundTimes, "learn", lambda *_: None)
         patch.setattr(round_costs, "NODE_COST", 1e-4)
         patch.setattr(round_costs, "FORWARD_COST", 0.01)
+        patch.setattr(round_costs, "READ_COST", 0.0)
+        patch.setattr(DraftModelDrafter, "relative_cost", lambda *_: None)
         yield

@@ -31,6 +31,8 @@ SIZE = 32
 MASK = VOCAB - 1
 # Of the block heads: places, heads, heads of keys, width of each, hidden states read.
 BLOCK, HEADS, KEYS, WIDTH = 5, 4, 2, 8
+# Of DFlash 2: taps of a convolution, channels of a group, candidates of a place.
+TAPS, GROUP, CANDIDATES = 2, 8, 7
 LAYERS = [0, 2]
 RANK = 6
 
@@ -264,6 +266,65 @@ def dflash(new: bool = True, **tensors: Any) -> PublishedHead:
 
 
 @cache
+def dflash2(
+    layers: tuple[int, ...] = tuple(LAYERS), size: int = SIZE, vocab: int = VOCAB, taps: int = TAPS
+) -> PublishedHead:
+    """z-lab's and incoai's layout of DFlash 2."""
+    inner = {
+        "block_size": BLOCK,
+        "mask_token_id": vocab - 1,
+        "target_layer_ids": [i - 1 for i in layers],
+        "conv_kernel_size": taps,
+        "conv_group_size": GROUP,
+        "selector_rank": RANK,
+        "selector_top_k": CANDIDATES,
+    }
+    config = {
+        "architectures": ["DFlash2DraftModel"],
+        **BODY,
+        "is_causal": False,
+        "dflash_config": inner,
+    }
+    shapes: dict[str, Sequence[int]] = {}
+    for name in (f"layers.{i}.{part}_conv." for i in range(2) for part in ("attention", "mlp")):
+        shapes[name + "base_kernel"] = (2, taps, size)
+        shapes[name + "kernel_projection.weight"] = (2 * taps * size // GROUP, size)
+    for name in ("predecessor", "successor"):
+        shapes[f"candidate_selector.{name}_codebook"] = (vocab, RANK)
+    shapes["candidate_selector.hidden_projection.weight"] = (RANK, size)
+    # Transitions that change the order of the candidates, and states that do not grow.
+    scales = {"codebook": 4.0, "kernel_projection": 0.3}
+    added = {
+        key: tensor * next((scale for part, scale in scales.items() if part in key), 1.0)
+        for key, tensor in random_tensors(shapes, 9).items()
+    }
+    tensors = block_tensors(width=size, size=size, vocab=vocab)
+    return published("dflash2", config, {**tensors, **added})
+
+
+@cache
+def muse(
+    layers: tuple[int, ...] = tuple(LAYERS), size: int = SIZE, vocab: int = VOCAB
+) -> PublishedHead:
+    """transformers' own layout, `muse_glimmer_assistant`."""
+    config = {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": "muse_glimmer_assistant",
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "block_size": BLOCK,
+        "mask_token_id": vocab - 1,
+        "target_layer_ids": [i - 1 for i in layers],
+    }
+    tensors = block_tensors(width=size, size=size, vocab=vocab)
+    names = {"fc.weight": "encoder.fc.weight"}
+    names["hidden_norm.weight"] = "encoder.output_norm_enc.weight"
+    return published("dflash", config, {names.get(key, key): t for key, t in tensors.items()})
+
+
+@cache
 def deepspec(
     kind: str | None = "vanilla",
     confidence: bool = True,
@@ -330,6 +391,8 @@ def block_reference(
                 bias, state = markov_bias(t, token, block[place], state)
         few = t.get("lm_head.weight", own.weight) @ block[places[-1]]
         few = few if bias is None else few + bias
+        if "candidate_selector.predecessor_codebook" in t:
+            few = selected(t, few, block[places[-1]], texts[-1])
         if "d2t" not in t:
             return few
         logits = torch.full((VOCAB,), float("-inf"))
@@ -356,6 +419,33 @@ def markov_bias(
     return t["markov_head.markov_w2.weight"] @ before, state
 
 
+def selected(t: Mapping[str, Tensor], logits: Tensor, output: Tensor, token: int) -> Tensor:
+    """(V,) logits of DFlash 2 at a place after a token."""
+    before = t["candidate_selector.predecessor_codebook"][token]
+    read = before * (t["candidate_selector.hidden_projection.weight"] @ output)
+    found = torch.full_like(logits, -torch.inf)
+    for place in logits.argsort(descending=True)[:CANDIDATES]:
+        found[place] = logits[place] + read @ t["candidate_selector.successor_codebook"][place]
+    return found
+
+
+def convolved(t: Mapping[str, Tensor], name: str, side: int, x: Tensor, normed: Tensor) -> Tensor:
+    """(b, width) of a block, place by place and group by group; `x` without convolutions."""
+    if name + "base_kernel" not in t:
+        return x
+    kernel = t[name + "base_kernel"][side]
+    groups = x.shape[1] // GROUP
+    found = torch.zeros_like(x)
+    for place, state in enumerate(normed):
+        deltas = (t[name + "kernel_projection.weight"] @ state).view(2, len(kernel), groups)[side]
+        for tap in range(min(len(kernel), place + 1)):
+            for group in range(groups):
+                channels = slice(group * GROUP, (group + 1) * GROUP)
+                factor = kernel[tap, channels] + deltas[tap, group]
+                found[place, channels] += factor * x[place - tap, channels]
+    return found
+
+
 def block_outputs(
     t: Mapping[str, Tensor],
     states: Tensor,
@@ -368,7 +458,8 @@ def block_outputs(
     places = torch.arange(known + len(block))
     for layer, (window, causal) in enumerate(kinds):
         p = f"layers.{layer}."
-        y = rms(x, t[p + "input_layernorm.weight"])
+        normed = rms(x, t[p + "input_layernorm.weight"])
+        y = convolved(t, p + "attention_conv.", 0, normed, normed)
         both = torch.cat([context, y])
         q = split(y, t, p, "q", places[known:])
         k = split(both, t, p, "k", places).repeat_interleave(HEADS // KEYS, dim=0)
@@ -379,10 +470,13 @@ def block_outputs(
             hidden = hidden | (ahead <= -window)
         scores = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(hidden, float("-inf"))
         mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-        x = x + mixed @ t[p + "self_attn.o_proj.weight"].T
-        y = rms(x, t[p + "post_attention_layernorm.weight"])
+        mixed = mixed @ t[p + "self_attn.o_proj.weight"].T
+        x = x + convolved(t, p + "attention_conv.", 1, mixed, normed)
+        normed = rms(x, t[p + "post_attention_layernorm.weight"])
+        y = convolved(t, p + "mlp_conv.", 0, normed, normed)
         gate, up = (y @ t[p + f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (F.silu(gate) * up) @ t[p + "mlp.down_proj.weight"].T
+        mixed = (F.silu(gate) * up) @ t[p + "mlp.down_proj.weight"].T
+        x = x + convolved(t, p + "mlp_conv.", 1, mixed, normed)
     return rms(x, t["norm.weight"])
 
 

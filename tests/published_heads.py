@@ -159,6 +159,7 @@ class Sample:
     norm_before_residual: bool = False
     norm_output: bool = False
     aux: tuple[int, ...] = (2, 1, 0)
+    window: int | None = None
 
     def reference(self, name: str = "llama", table: Tensor | None = None) -> Reference:
         """What it drafts for the named model."""
@@ -281,7 +282,7 @@ class Reference:
         return residual
 
     def attention(self, entered: Tensor, prefix: str) -> Tensor:
-        """Causal attention, positions counted from 0."""
+        """Causal attention, to the newest pairs if there is a window; positions from 0."""
         count = len(entered)
         size = self.t[prefix + "o_proj.weight"].shape[1] // HEADS
 
@@ -296,8 +297,11 @@ class Reference:
         q, k = self.turned(part("q", HEADS)), self.turned(part("k", KEYS))
         k, v = (x.repeat_interleave(HEADS // KEYS, 0) for x in (k, part("v", KEYS)))
         scores = q @ k.mT / math.sqrt(size)
-        later = torch.ones(count, count, dtype=torch.bool).triu(1)
-        mixed = scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ v
+        every = torch.ones(count, count, dtype=torch.bool)
+        hidden = every.triu(1)
+        if self.head.window is not None:
+            hidden |= every.tril(-self.head.window)
+        mixed = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v
         joined = mixed.transpose(0, 1).reshape(count, -1)
         return F.linear(
             joined, self.t[prefix + "o_proj.weight"], self.t.get(prefix + "o_proj.bias")

@@ -51,7 +51,7 @@ from hf_spec.methods.gemma_assistant.head import GemmaAssistant
 from hf_spec.methods.gemma_assistant.head import build as build_assistant
 from hf_spec.methods.mtp.head import MtpHead
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
-from tests.feature_reference import deepspec, medusa
+from tests.feature_reference import deepspec, dflash2, medusa, muse
 from tests.gemma_reference import published
 from tests.mtp_reference import head_for
 from tests.published_heads import random_tensors, save
@@ -182,6 +182,20 @@ def block_head() -> PublishedHead:
 
 
 @cache
+def muse_head() -> PublishedHead:
+    head = muse(layers=(0, 1), size=16, vocab=VOCAB)
+    return replace(head, config={**head.config, "block_size": 3})
+
+
+@cache
+def dflash2_head() -> PublishedHead:
+    """It can draft five of the eight tokens after each prefix."""
+    head = dflash2(layers=(0, 1), size=16, vocab=VOCAB)
+    inner = {**head.config["dflash_config"], "block_size": 3, "selector_top_k": 5}
+    return replace(head, config={**head.config, "dflash_config": inner})
+
+
+@cache
 def adaptive() -> SpecAdapter:
     return random_adaptive_tokens(tiny(0))
 
@@ -258,6 +272,8 @@ def arguments(strategy: str) -> dict[str, Any]:
             "spec_strategy": BlockConfig(max_draft_tokens=2),
             "assistant": block_head(),
         },
+        "dflash2": {"spec_strategy": BlockConfig(max_draft_tokens=2), "assistant": dflash2_head()},
+        "muse": {"spec_strategy": BlockConfig(max_draft_tokens=2), "assistant": muse_head()},
         "block surely": {
             "spec_strategy": BlockConfig(length_policy="head", confidence_threshold=0.5),
             "assistant": block_head(),
@@ -416,6 +432,9 @@ CASES = [
     ("falcon", REPETITION),
     ("eagle chain", PLAIN),
     ("block", TOP_K),
+    ("dflash2", PLAIN),
+    ("dflash2", TOP_K),
+    ("muse", PLAIN),
     ("heads", PLAIN),
     ("sdsat", PLAIN),
     ("sdsat", REPETITION),
@@ -570,7 +589,17 @@ class TestBrokenTwins:
 
     @pytest.mark.by_default(strategy=("draft", "siblings"))
     @pytest.mark.parametrize(
-        "strategy", ["draft", "few tokens", "siblings", "eagle chain", "block", *SLOW_CHAINS]
+        "strategy",
+        [
+            "draft",
+            "few tokens",
+            "siblings",
+            "eagle chain",
+            "block",
+            "dflash2",
+            "muse",
+            *SLOW_CHAINS,
+        ],
     )
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -32,10 +32,15 @@ WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")
 MTP_INSIDE = "mtp_inside"
 # Families whose drafters are also ordinary models.
 MODELS = ("pard",)
+# Families by the model types of transformers' own assistants.
+ASSISTANT_TYPES = {
+    "gemma4_assistant": "gemma4_assistant",
+    "gemma4_unified_assistant": "gemma4_assistant",
+    "muse_glimmer_assistant": "dflash",
+}
 # Recognized families that no strategy supports, and the name of their heads.
 UNSUPPORTED = {
     "domino": "Domino heads",
-    "dflash2": "DFlash 2 heads",
     "hydra": "Hydra heads",
 }
 
@@ -110,6 +115,15 @@ def recognize(config: Mapping[str, Any]) -> str | None:
     architectures = config.get("architectures")
     names = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
     return _by_key(config, names) or _by_name(config, names) or _whole_model(config, names)
+
+
+def quantization_method(config: Mapping[str, Any]) -> str | None:
+    """Return how the weights are stored quantized; None if they are not."""
+    for level in (config, config.get("dflash_config"), config.get("transformer_layer_config")):
+        if isinstance(level, Mapping) and (entries := level.get("quantization_config")):
+            entries = entries if isinstance(entries, Mapping) else {}
+            return str(entries.get("quant_algo") or entries.get("quant_method") or "unknown method")
+    return None
 
 
 def published_family(name: str | os.PathLike[str]) -> str | None:
@@ -226,9 +240,7 @@ def _by_key(config: Mapping[str, Any], names: str) -> str | None:
     model_type = str(config.get("model_type", ""))
     if model_type == "mlp_speculator" or {"n_predict", "emb_dim"} <= config.keys():
         return "mlp_speculator"
-    if model_type in ("gemma4_assistant", "gemma4_unified_assistant"):
-        return "gemma4_assistant"
-    return None
+    return ASSISTANT_TYPES.get(model_type)
 
 
 def _by_name(config: Mapping[str, Any], names: str) -> str | None:

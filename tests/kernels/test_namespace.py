@@ -97,7 +97,7 @@ def test_transformers_generates_beside_our_folder() -> None:
 
 # Whether transformers accepts the package or not must leave it working, and our folder, which comes
 # first on the path, must not hide the package.
-@pytest.mark.by_default(accepted=(True,))
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("version", "accepted"), [(KERNELS_MIN_VERSION, True), (KERNELS_MAX_VERSION, False)]
 )

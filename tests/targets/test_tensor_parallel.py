@@ -20,10 +20,13 @@ from tests.targets.two_processes import ARCHITECTURES, STRATEGIES, continuous, p
 from tests.tiny_models import build
 from tests.training.two_processes import run_together
 
-pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.21"),
-    reason="older transformers divide no vocabulary of 97 tokens",
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        Version(transformers.__version__) < Version("5.21"),
+        reason="older transformers divide no vocabulary of 97 tokens",
+    ),
+]
 
 CASES = [
     (name, strategy)
@@ -57,7 +60,6 @@ def both(ranks: list[dict[str, Any]], case: str) -> Any:
     return ranks[0][case]
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("fixed_sizes")
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_greedy(ranks: list[dict[str, Any]], name: str, strategy: str) -> None:

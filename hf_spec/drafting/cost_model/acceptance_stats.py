@@ -8,11 +8,13 @@ drafters without probabilities, depth and rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
+from hf_spec.drafting.cost_model.exploration import Exploration
 from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
@@ -24,14 +26,15 @@ DECAY = 0.95
 PRIOR_WEIGHT = 10.0
 # Prior of the first node at depth 1 and of deeper ones, for drafters without probabilities.
 NODE_PRIOR = 0.5, 0.7
-# The prior of levels weighs less: a drafter that fails must be detected fast.
+# The prior of levels weighs less: a drafter that fails must be detected fast. The prior of a deeper
+# level is the rate of the level above it.
 LEVEL_PRIOR = 0.6
 LEVEL_PRIOR_WEIGHT = 3.0
-# Share of the level trials that remains after a round in which the drafter did not run.
-RETENTION = 0.99
-# The same for the rates of earlier generations: their trials count longer, and a drafter that never
-# runs is tried again after hundreds of rounds.
-MEMORY_DECAY, MEMORY_RETENTION = 0.99, 0.998
+# Share of the weight of level trials that remains after a round in which the drafter did not run:
+# the rate stays as it is, but the next trials change it faster.
+RETENTION = 0.95
+# Decay of the rates of earlier generations, whose trials count longer.
+MEMORY_DECAY = 0.99
 
 # Nodes with a lower reach are ignored.
 MIN_REACH = 0.01
@@ -44,7 +47,11 @@ NODES_PER_LEVEL = 4
 
 
 class DecayedRates:
-    """Success rate per kind of trial, with decaying weights; its prior weighs `weight` trials."""
+    """Success rate per kind of trial, with decaying weights.
+
+    The prior counts as the first `weight` trials and decays like all others, so a kind that never
+    succeeds reaches a rate of 0.
+    """
 
     def __init__(self, prior: Callable[..., float], weight: float, decay: float = DECAY):
         self._prior = prior
@@ -55,21 +62,24 @@ class DecayedRates:
 
     def rate(self, kind: Hashable) -> float:
         """Return the rate of `kind`, between 0 and 1."""
-        successes, trials = self._trials.get(kind, (0.0, 0.0))
-        return (self._weight * self._prior(kind) + successes) / (self._weight + trials)
+        counted = self._trials.get(kind)
+        return self._prior(kind) if counted is None else counted[0] / counted[1]
 
     def count(self, kind: Hashable, success: bool) -> None:
         """Count a trial."""
-        successes, trials = self._trials.get(kind, (0.0, 0.0))
-        counted = self._decay * successes + success, self._decay * trials + 1
+        counted = self._trials.get(kind)
+        successes, trials = counted or (self._weight * self.rate(kind), self._weight)
+        new = self._decay * successes + success, self._decay * trials + 1
         # A new dictionary, because copies share the old one.
-        self._trials = {**self._trials, kind: counted}
+        self._trials = {**self._trials, kind: new}
 
     def fade(self, retention: float) -> None:
-        """Keep only a share of all trials, which moves the rates towards the prior."""
-        self._trials = {
-            kind: (retention * s, retention * n) for kind, (s, n) in self._trials.items()
-        }
+        """Reduce the weight of all trials, but not below the weight of the prior."""
+        faded = {}
+        for kind, (successes, trials) in self._trials.items():
+            kept = max(retention, min(1.0, self._weight / trials))
+            faded[kind] = kept * successes, kept * trials
+        self._trials = faded
 
 
 def probability_bin(probability: float) -> int:
@@ -78,6 +88,19 @@ def probability_bin(probability: float) -> int:
     if not probability > 0:
         return 0
     return min(int(probability * PROBABILITY_BINS), PROBABILITY_BINS - 1)
+
+
+class LevelRates(DecayedRates):
+    """Acceptance rates of levels by depth; a level without trials has the rate of the one above."""
+
+    def __init__(self, decay: float):
+        super().__init__(lambda _: LEVEL_PRIOR, LEVEL_PRIOR_WEIGHT, decay)
+
+    def rate(self, kind: Hashable) -> float:
+        """See `DecayedRates`; `kind` is a depth, or None for any."""
+        if kind not in self._trials and isinstance(kind, int) and kind > 1:
+            return self.rate(kind - 1)
+        return super().rate(kind)
 
 
 @dataclass(eq=False)
@@ -93,12 +116,20 @@ class AcceptanceStats:
     ) -> AcceptanceStats:
         """Return stats without trials; for `prior` see `DraftSource`."""
         nodes = DecayedRates(partial(_prior_rate, prior), PRIOR_WEIGHT, decay)
-        return cls(nodes, DecayedRates(lambda _: LEVEL_PRIOR, LEVEL_PRIOR_WEIGHT, decay))
+        return cls(nodes, LevelRates(decay))
 
     def as_prior(self) -> AcceptanceStats:
         """Return stats without trials whose prior are the current rates."""
         nodes = DecayedRates(copy(self.nodes).rate, PRIOR_WEIGHT)
         return AcceptanceStats(nodes, DecayedRates(copy(self.levels).rate, LEVEL_PRIOR_WEIGHT))
+
+
+@dataclass(eq=False)
+class DraftMemory:
+    """What earlier generations learned of a draft source: its acceptance rates and its trials."""
+
+    stats: AcceptanceStats
+    explorations: dict[int, Exploration] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -110,8 +141,9 @@ class DraftSource:
         depth: most levels of a draft.
         prior: acceptance rates before any trial, see `NODE_PRIOR`.
         nodes_per_level: expected number of verified nodes per level.
-        retention: share of the level trials that remains after a round without a draft.
         tree, limits: the last draft, and the requested depth of each row.
+        explorations: per row, when to draft although it is not expected to pay.
+        read: per row the length of its text at its last draft.
         sizes: per row the nodes of its last draft, root excluded.
         accepted_levels: per row the levels of the last draft that the target's tokens follow,
             whether or not these nodes were verified.
@@ -122,7 +154,6 @@ class DraftSource:
     depth: int
     prior: tuple[float, float] = NODE_PRIOR
     nodes_per_level: int = NODES_PER_LEVEL
-    retention: float = RETENTION
 
     def __post_init__(self) -> None:
         self.depth = min(self.depth, self.drafter.max_depth)
@@ -130,17 +161,55 @@ class DraftSource:
         self.limits: Mapping[int, int] = {}
         self.sizes: dict[int, int] = {}
 
-    def start(self, num_rows: int, memory: AcceptanceStats | None = None) -> None:
+    def start(self, num_rows: int, memory: DraftMemory | None = None) -> None:
         """Reset the stats of all rows to `memory`; the drafter itself is reset by `active`."""
-        self._memory = memory
-        self._stats = [self._new_stats() for _ in range(num_rows)]
-        self.sizes = {}
+        self._memory = memory.stats if memory else None
+        self.explorations = memory.explorations if memory else {}
+        self._stats = [AcceptanceStats.from_prior(self.prior)] * num_rows
+        self.read: dict[int, int] = {}
+        for row in range(num_rows):
+            self._restart(row)
 
     def restart(self, row: int) -> None:
         """Reset the stats and the drafter for a new sequence in `row`."""
-        self._stats[row] = self._new_stats()
-        self.sizes.pop(row, None)
+        self._restart(row)
         self.drafter.restart(row)
+
+    def _restart(self, row: int) -> None:
+        memory = self._memory
+        prior = AcceptanceStats.from_prior(self.prior)
+        self._stats[row] = prior if memory is None else memory.as_prior()
+        self.sizes.pop(row, None)
+        self.read.pop(row, None)
+        self.explorations.setdefault(row, Exploration()).restart()
+
+    @property
+    def trial_depth(self) -> int:
+        """Levels of the cheapest draft."""
+        # Passes never decrease with depth, which may be unlimited.
+        forwards = self.drafter.num_forwards
+        return bisect_right(range(1, self.depth + 1), forwards(1), key=forwards)
+
+    def with_trials(
+        self, depths: Mapping[int, int], max_depths: Mapping[int, int], cost: float
+    ) -> dict[int, int]:
+        """Return the depths, and those of trials in rows where the drafter was not chosen.
+
+        A trial costs `cost` steps of the target. Forward passes are shared, so all these rows are
+        tried as soon as one is due.
+        """
+        open_rows = [row for row, most in max_depths.items() if most]
+        idle = [row for row in open_rows if not depths[row]]
+        due = [self.explorations[row].is_due(cost) for row in idle]
+        tried = any(due)
+        for row in open_rows:
+            self.explorations[row].record(depths[row] > 0, tried and not depths[row])
+        trial = dict.fromkeys(idle, self.trial_depth) if tried else {}
+        return {row: min(most, trial.get(row, depths[row])) for row, most in max_depths.items()}
+
+    def unread(self, state: GenerationState, rows: Iterable[int]) -> int:
+        """Return how many tokens of `rows` the drafter has not read yet."""
+        return sum(len(state.tokens[row]) - self.read.get(row, 0) for row in rows)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> None:
         """Run the drafter; rows with limit 0 are included, so that it follows their text."""
@@ -149,6 +218,7 @@ class DraftSource:
         for row, limit in self.limits.items():
             if limit:
                 self.sizes[row] = len(self.tree.nodes(row)) - 1
+                self.read[row] = len(state.tokens[row])
 
     def useful_depth(self, row: int) -> int:
         """Return the depth at which the best node still has `MIN_REACH`, without probabilities."""
@@ -198,9 +268,7 @@ class DraftSource:
         """Count which nodes and levels match `tokens`; return the matching path of the draft."""
         tree, path = self.tree, [self.tree.row_start[row]]
         if not limit:
-            self._stats[row].levels.fade(self.retention)
-            if self._memory is not None:
-                self._memory.levels.fade(MEMORY_RETENTION)
+            self._stats[row].levels.fade(RETENTION)
             return []
         all_stats = [stats for stats in (self._stats[row], self._memory) if stats is not None]
         for depth, token in enumerate(tokens[:limit], start=1):
@@ -220,10 +288,6 @@ class DraftSource:
             return probability_bin(tree.node_probs[node])
         rank = tree.children[tree.parent[node]].index(node)
         return min(tree.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
-
-    def _new_stats(self) -> AcceptanceStats:
-        memory = self._memory
-        return AcceptanceStats.from_prior(self.prior) if memory is None else memory.as_prior()
 
 
 def _prior_rate(prior: tuple[float, float], kind: int | tuple[int, int]) -> float:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median_low
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +21,11 @@ from transformers import PreTrainedModel
 from hf_spec.backend.cpu.packed_weights import cpu_packing_bytes
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.errors import OptionError
-from hf_spec.drafting.cost_model.acceptance_stats import MEMORY_DECAY, AcceptanceStats
+from hf_spec.drafting.cost_model.acceptance_stats import (
+    MEMORY_DECAY,
+    AcceptanceStats,
+    DraftMemory,
+)
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.forward.model_cache import cached_per_model
 
@@ -26,15 +33,22 @@ from hf_spec.engine.forward.model_cache import cached_per_model
 # node, and of a drafter's forward pass. Low, so that drafts are tried and their real cost measured.
 NODE_COST = 0.01
 FORWARD_COST = 0.15
-# Sizes at which means are stored. Other sizes are recorded at the nearest one.
+# No drafter is expected to cost more: its real cost would never be measured.
+MAX_FORWARD_COST = 0.5
+# The same of a token of text that a drafter reads, in its own forward passes.
+READ_COST = 0.05
+# Drafts after more new tokens than this measure the cost of reading, others that of drafting.
+MAX_UNREAD = 8
+# Sizes at which timings are stored. Other sizes are recorded at the nearest one.
 KNOTS = (1, 2, 3, *(base * 2**power for power in range(2, 20) for base in (1, 1.5)))
-# The first timings of a size are combined by their minimum: one outlier would bias a mean for long.
-NUM_MINIMUM = 3
-# Later ones update a mean with this weight. Other processes can make a round many times slower, so
-# a timing counts at most LARGEST_FACTOR times the current estimate.
-MEAN_WEIGHT = 0.1
+# The cost of a size is the median of its last timings, the lower one of an even number: single
+# rounds take several times as long, because of other processes or a compilation.
+NUM_TIMINGS = 15
+# A single timing of more than this many times the estimate before is not believed, until there is a
+# second one: a size that seems too expensive would never be timed again.
 LARGEST_FACTOR = 1.5
-# A mean is dropped after this many timings of other sizes: it may come from a slow moment.
+# The timings of a size are dropped after this many timings of other sizes: the machine may have
+# been slower then.
 LIFETIME = 100
 # Timings of one size after which its cost is considered known.
 NUM_RELIABLE = 2
@@ -66,8 +80,33 @@ class Curve:
         return interpolate(self.sizes, self.seconds, size)
 
 
+class SizeTimings(NamedTuple):
+    """Timings of one size.
+
+    Attributes:
+        before: estimate before the first timing.
+        number: number of timings.
+        last: index of the last timing among those of all sizes.
+        seconds: the last `NUM_TIMINGS`.
+        cost: the estimate.
+    """
+
+    before: float
+    number: int = 0
+    last: int = 0
+    seconds: tuple[float, ...] = ()
+    cost: float = math.inf
+
+    def with_timing(self, seconds: float, index: int) -> SizeTimings:
+        """Return the timings and another one."""
+        kept = (*self.seconds[1 - NUM_TIMINGS :], seconds)
+        believed = self.number > 0 or seconds <= LARGEST_FACTOR * self.before
+        cost = median_low(kept) if believed else self.before
+        return SizeTimings(self.before, self.number + 1, index, kept, cost)
+
+
 class LearnedCurve:
-    """Cost by size from measured means: interpolated between knots, proportional beyond them.
+    """Cost by size from medians of timings: interpolated between knots, proportional beyond them.
 
     `expected` costs, in any unit, are used for proportions and before the first timing. Generations
     in several threads may share a curve: data is replaced, never modified.
@@ -75,20 +114,20 @@ class LearnedCurve:
 
     def __init__(self, expected: Callable[[float], float]):
         self._expected = expected
-        # size -> (number of timings, mean, index of the last timing); sizes ascend.
-        self._means: dict[float, tuple[int, float, int]] = {}
+        # size -> its timings; sizes ascend.
+        self._timings: dict[float, SizeTimings] = {}
         self._points: tuple[list[float], list[float]] = ([], [])
         self._count = 0
 
     @property
     def has_timings(self) -> bool:
         """True once a timing was recorded."""
-        return bool(self._means)
+        return bool(self._timings)
 
     def is_reliable(self, size: float) -> bool:
         """Return True if `size` or a smaller size has enough timings."""
-        means = self._means.items()
-        return any(times >= NUM_RELIABLE and knot <= size for knot, (times, *_) in means)
+        known = self._timings.items()
+        return any(of.number >= NUM_RELIABLE and knot <= size for knot, of in known)
 
     def __call__(self, size: float) -> float:
         """Return the cost of `size`: in seconds, or as `expected` before the first timing."""
@@ -100,34 +139,33 @@ class LearnedCurve:
         nearest = 0 if size <= sizes[0] else -1
         return seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
 
-    def learn(self, size: float, seconds: float) -> None:
-        """Record one timing at the knot nearest to `size`."""
+    def learn(self, size: float, seconds: float, expected: float = math.inf) -> None:
+        """Record one timing at the knot nearest to `size`; `expected` is for the first of all."""
         above = bisect_right(KNOTS, size)
         neighbors = KNOTS[max(above - 1, 0) : above + 1]
         knot = min(neighbors, key=lambda knot: abs(math.log(knot / size)))
-        seconds *= self._expected(knot) / self._expected(size)
-        if self.has_timings:
-            seconds = min(seconds, LARGEST_FACTOR * self(knot))
-        times, mean, _ = self._means.get(knot, (0, math.inf, 0))
+        scale = self._expected(knot) / self._expected(size)
+        before = self(knot) if self.has_timings else scale * expected
+        timings = self._timings.get(knot, SizeTimings(before))
         self._count += 1
-        by_minimum = times < NUM_MINIMUM
-        mean = min(mean, seconds) if by_minimum else mean + MEAN_WEIGHT * (seconds - mean)
-        means = {**self._means, knot: (times + 1, mean, self._count)}
+        new = {**self._timings, knot: timings.with_timing(scale * seconds, self._count)}
         oldest = self._count - LIFETIME
-        self._means = {s: entry for s, entry in sorted(means.items()) if entry[2] > oldest}
-        self._points = list(self._means), [mean for _, mean, _ in self._means.values()]
+        self._timings = {knot: of for knot, of in sorted(new.items()) if of.last > oldest}
+        self._points = list(self._timings), [of.cost for of in self._timings.values()]
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of the target's forward pass by nodes, and of each drafter's draft by depth.
 
-    `branch` is the weight with which the nodes above a branch count again, because recurrent layers
-    run every path of a tree from its root.
+    `read` are those in which a drafter reads a number of new tokens before it drafts. `branch` is
+    the weight with which the nodes above a branch count again, because recurrent layers run every
+    path of a tree from its root.
     """
 
     verify: Callable[[float], float]
     draft: Mapping[str, Callable[[float], float]]
+    read: Mapping[str, Callable[[float], float]] = field(default_factory=dict)
     branch: float = 0.0
 
     @classmethod
@@ -138,41 +176,82 @@ class Costs:
 
 
 class RoundTimes:
-    """Timings and acceptance rates of a target and set of drafters, which it does not reference."""
+    """What is known of a target and a set of drafters, neither of which it references.
+
+    Attributes:
+        verify: time of the target's forward pass by nodes.
+    """
 
     def __init__(self) -> None:
-        self._memories: dict[int, AcceptanceStats] = {}
+        self._memories: dict[int, DraftMemory] = {}
         self.verify = LearnedCurve(lambda nodes: 1.0 + NODE_COST * nodes)
         self._draft: dict[str, LearnedCurve] = {}
+        self._read: dict[str, LearnedCurve] = {}
+        self._expected: Mapping[str, float] = {}
 
-    def costs(self, forwards: Mapping[str, Callable[[int], int]]) -> Costs:
-        """Return the current costs; `forwards` maps a drafter to its forward passes by depth."""
-        return Costs(self.verify, {name: self._cost(name, of) for name, of in forwards.items()})
+    def costs(
+        self,
+        forwards: Mapping[str, Callable[[int], int]],
+        expected: Mapping[str, float] = MappingProxyType({}),
+    ) -> Costs:
+        """Return the current costs.
 
-    def memory(self, index: int, prior: tuple[float, float]) -> AcceptanceStats:
-        """Return the acceptance rates of draft source `index`; for `prior` see `DraftSource`."""
-        return self._memories.setdefault(index, AcceptanceStats.from_prior(prior, MEMORY_DECAY))
+        Args:
+            forwards: drafter -> its forward passes by depth.
+            expected: drafter -> cost of a forward pass before the first timing, in those of the
+                target. Default: `FORWARD_COST`.
+        """
+        self._expected = {name: min(cost, MAX_FORWARD_COST) for name, cost in expected.items()}
+        return Costs(
+            self.verify,
+            {name: self._draft_cost(name, of) for name, of in forwards.items()},
+            {name: partial(self._read_seconds, name) for name in forwards},
+        )
+
+    def memory(self, index: int, prior: tuple[float, float]) -> DraftMemory:
+        """Return the memory of draft source `index`; for `prior` see `DraftSource`."""
+        if index not in self._memories:
+            stats = AcceptanceStats.from_prior(prior, MEMORY_DECAY)
+            self._memories[index] = DraftMemory(stats)
+        return self._memories[index]
 
     def learn(
-        self, nodes: float, verify_seconds: float, drafts: Mapping[str, tuple[int, float]]
+        self, nodes: float, verify_seconds: float, drafts: Mapping[str, tuple[int, int, float]]
     ) -> None:
-        """Record nodes and seconds of the target, and (forward passes, seconds) of each draft."""
+        """Record nodes and seconds of the target; forward passes, new tokens, seconds of drafts."""
         self.verify.learn(nodes, verify_seconds)
-        for name, (count, seconds) in drafts.items():
+        for name, (count, unread, seconds) in drafts.items():
             # The time of drafters without forward passes is negligible.
-            if count:
-                self._curve(name).learn(count, seconds)
+            if not count:
+                continue
+            curve, expected = self._curve(name), self._seconds(name, count)
+            if unread <= MAX_UNREAD or seconds < expected:
+                curve.learn(count, seconds, expected)
+            elif curve.has_timings:
+                # The first passes of a process may include a compilation.
+                most = LARGEST_FACTOR * self._read_seconds(name, unread)
+                reading = min(seconds - expected, most)
+                self._read.setdefault(name, LearnedCurve(float)).learn(unread, reading)
 
     def _curve(self, name: str) -> LearnedCurve:
-        return self._draft.setdefault(name, LearnedCurve(lambda count: FORWARD_COST * count))
+        return self._draft.setdefault(name, LearnedCurve(float))
 
-    def _cost(self, name: str, forwards: Callable[[int], int]) -> Callable[[float], float]:
+    def _seconds(self, name: str, count: int) -> float:
         curve = self._curve(name)
+        if curve.has_timings:
+            return curve(count)
+        return self._expected.get(name, FORWARD_COST) * count * self.verify(1)
 
+    def _read_seconds(self, name: str, unread: float) -> float:
+        if unread <= MAX_UNREAD:
+            return 0.0
+        curve = self._read.get(name)
+        return READ_COST * unread * self._seconds(name, 1) if curve is None else curve(unread)
+
+    def _draft_cost(self, name: str, forwards: Callable[[int], int]) -> Callable[[float], float]:
         def draft(depth: float) -> float:
             count = forwards(math.ceil(depth))
-            unit = 1.0 if curve.has_timings else self.verify(1)
-            return curve(count) * unit if count else 0.0
+            return self._seconds(name, count) if count else 0.0
 
         return draft
 

@@ -7,7 +7,7 @@ stays exact. Timings vary between runs, and with them the statistics.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,11 +23,8 @@ from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, DraftS
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes, cached_times
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
 from hf_spec.drafting.cost_model.selection import (
-    LossBudget,
+    Horizon,
     PlannedRound,
-    RoundFilter,
-    allow_all,
-    allow_plain,
     choose_nodes,
     choose_sources,
 )
@@ -42,8 +39,8 @@ from hf_spec.engine.runner import ModelRunner
 
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
 
-# `DraftSource.retention` of a single drafter. There is no other, so it is tried again soon.
-RETENTION = 0.95
+# A length policy may draft this many times the depth that the acceptance rates of levels suggest.
+DEPTH_FACTOR = 3
 # Steps without a draft at the start of a generation, if their cost is not known.
 PLAIN_STEPS = 2
 
@@ -61,7 +58,8 @@ class CostModelDrafter(Drafter):
 
     Round costs and acceptance rates are measured and cached on the target, keyed by `key` and the
     set of drafters, unless `costs` are configured. Until the cost of a step without a draft is
-    known, nothing is drafted.
+    known, nothing is drafted. Drafters that are not expected to pay are tried again, see
+    `hf_spec.drafting.cost_model.exploration`.
 
     Attributes:
         free: drafters with negligible cost, which run in every round.
@@ -108,9 +106,8 @@ class CostModelDrafter(Drafter):
         return sum(source.drafter.forwards for source in self._sources)
 
     def start(self, state: GenerationState) -> None:
-        """Load the cached costs and acceptance rates, and reset the loss budget."""
+        """Load the cached costs and acceptance rates."""
         self._counts = Counter()
-        self._budget = LossBudget()
         self._times: RoundTimes | None = None
         costs = self._configured_costs
         if costs is None:
@@ -119,7 +116,10 @@ class CostModelDrafter(Drafter):
             drafters = tuple((s.name, s.drafter.timing_key) for s in timed)
             key = drafters, len(self.assistants), len(self.free), self._key
             self._times = cached_times(self._target, key, state.num_rows)
-            costs = self._times.costs({s.name: s.drafter.num_forwards for s in self.assistants})
+            forwards = {s.name: s.drafter.num_forwards for s in self.assistants}
+            expected = {s.name: s.drafter.relative_cost(self._target) for s in self.assistants}
+            known = {name: cost for name, cost in expected.items() if cost is not None}
+            costs = self._times.costs(forwards, known)
         branch = recurrent_share(self._target.config.get_text_config())
         self._costs = replace(costs, branch=branch)
         times = self._times
@@ -127,8 +127,7 @@ class CostModelDrafter(Drafter):
             memory = None if times is None else times.memory(index, source.prior)
             source.start(state.num_rows, memory)
         self._plain_steps = 0
-        self._allows: RoundFilter = allow_all
-        self._timer = RoundTimer(clock_of(state.device), self._costs, self._times, self._budget)
+        self._timer = RoundTimer(clock_of(state.device), self._costs, self._times)
 
     def restart(self, row: int) -> None:
         """Reset every drafter for a new sequence in `row`; the next round is not timed."""
@@ -152,22 +151,31 @@ class CostModelDrafter(Drafter):
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Return the best nodes of all drafts, or one draft that cannot be merged or cut."""
         self._timer.begin()
-        costs = self._costs
-        max_depths = {row: min(limit, self.max_depth) for row, limit in limits.items()}
+        costs, measures_plain = self._costs, self._measures_plain_steps(len(limits))
+        max_depths = {
+            row: 0 if measures_plain else min(limit, self.max_depth)
+            for row, limit in limits.items()
+        }
         trees = {row: MergedTree(state.tokens[row][-1]) for row in max_depths}
-        self._allows = self._make_filter(len(trees))
         for source in self.free:
             source.draft(state, {r: min(n, source.useful_depth(r)) for r, n in max_depths.items()})
             source.merge_into(trees)
-        base, _ = choose_nodes(costs, trees, self.max_nodes, allows=self._allows)
-        plan = choose_sources(base, trees, self.assistants, max_depths, self._allows)
+        base, _ = choose_nodes(costs, trees, self.max_nodes)
+        reading = {s.name: self._reading_seconds(s, state, max_depths) for s in self.assistants}
+        horizon = Horizon(sum(limits.values()), reading)
+        plan = choose_sources(base, trees, self.assistants, max_depths, horizon)
         whole: DraftTree | None = None
         for source in self.assistants:
             drafter, depths = source.drafter, self._draft_depths(source, plan, max_depths)
-            with self._timer.time_draft(source.name, drafter, max(depths.values(), default=0)):
+            cost = 0.0
+            if any(source.explorations[row].needs_cost for row in depths):
+                cost = self._trial_steps(source, base, len(trees), reading[source.name])
+            depths = source.with_trials(depths, max_depths, cost)
+            drafting_rows = [row for row, depth in depths.items() if depth]
+            deepest, unread = max(depths.values(), default=0), source.unread(state, drafting_rows)
+            with self._timer.time_draft(source.name, drafter, deepest, unread):
                 source.draft(state, depths)
-            drafting_rows = sum(depth > 0 for depth in depths.values())
-            self._counts[f"asked_{source.name}"] += drafting_rows
+            self._counts[f"asked_{source.name}"] += len(drafting_rows)
             if not drafting_rows:
                 continue
             # The verifiers of such trees need them as they were drafted.
@@ -178,31 +186,46 @@ class CostModelDrafter(Drafter):
         if whole is None:
             # A draft that took longer than expected is no reason to send fewer of its nodes.
             spent = plan.draft_seconds or self._timer.draft_seconds()
-            best, nodes = choose_nodes(costs, trees, self.max_nodes, spent, self._allows)
+            best, nodes = choose_nodes(costs, trees, self.max_nodes, spent)
             drafts = {row: tree.subtree(nodes[row]) for row, tree in trees.items()}
             whole, size = DraftTree.from_drafts(drafts, state.num_rows), best.nodes
         else:
             size = whole.num_nodes
         self._counts["rounds"] += len(trees)
         self._counts["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in trees)
-        self._timer.mark_sent(size, plan.draft_seconds)
+        self._timer.mark_sent(size)
         return whole
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Record the round's time and tokens, and update every drafter."""
-        rows = [row for row in range(len(verdict.accepted)) if verdict.tree.nodes(row)]
-        self._timer.mark_verified(len(rows), sum(len(verdict.tokens(row)) for row in rows))
+        """Record the round's time, and update every drafter."""
+        self._timer.mark_verified()
         for source in self._sources:
             source.observe(verdict, output)
 
-    def _make_filter(self, rows: int) -> RoundFilter:
-        has_plain_cost = self._times is None or self._times.verify.is_reliable(rows)
-        if self._plain_steps < PLAIN_STEPS and not has_plain_cost:
-            # The first round runs the prompt and is not timed.
-            self._plain_steps += not self._timer.is_first
-            return allow_plain
-        budget, plain_seconds = self._budget, self._costs.verify(rows)
-        return lambda tokens, seconds: budget.allows(tokens / rows, seconds, plain_seconds)
+    def _measures_plain_steps(self, rows: int) -> bool:
+        """Return True if nothing is drafted, because the cost of a plain step is not known."""
+        if self._times is None or self._times.verify.is_reliable(rows):
+            return False
+        measures = self._plain_steps < PLAIN_STEPS
+        # The first round runs the prompt and is not timed.
+        self._plain_steps += not self._timer.is_first
+        return measures
+
+    def _reading_seconds(
+        self, source: DraftSource, state: GenerationState, rows: Iterable[int]
+    ) -> float:
+        read = self._costs.read.get(source.name)
+        return read(source.unread(state, rows)) if read is not None else 0.0
+
+    def _trial_steps(
+        self, source: DraftSource, base: PlannedRound, rows: int, reading_seconds: float
+    ) -> float:
+        """Return the cost of the shortest draft for all rows, in steps of the target."""
+        draft, verify = self._costs.draft.get(source.name), self._costs.verify
+        seconds = reading_seconds + verify(base.nodes + rows) - verify(base.nodes)
+        if draft is not None:
+            seconds += draft(source.trial_depth)
+        return seconds / max(verify(rows), 1e-9)
 
     def _draft_depths(
         self, source: DraftSource, plan: PlannedRound, max_depths: Mapping[int, int]
@@ -277,36 +300,17 @@ class AdaptiveLengthDrafter(CostModelDrafter):
     def _draft_depths(
         self, source: DraftSource, plan: PlannedRound, max_depths: Mapping[int, int]
     ) -> dict[int, int]:
-        """Return the planned depths, extended to what the loss budget allows the policy to use."""
+        """Return the planned depths, and more for a policy that stops by itself."""
         if self._drafts_always:
-            idle = self._allows is allow_plain
-            return dict.fromkeys(max_depths, 0) if idle else dict(max_depths)
+            return dict(max_depths)
         depths = {row: depth for row, depth in plan.depths.get(source.name, {}).items() if depth}
-        rows = len(max_depths)
-        if self._policy is not None and depths:
-            self._policy.level_cost = partial(plan.level_cost, source, len(depths), rows)
-        affordable = self._affordable_depth(source, len(depths), rows)
-        return {
-            row: min(limit, max(affordable, depths[row])) if row in depths else 0
-            for row, limit in max_depths.items()
-        }
-
-    def _make_filter(self, rows: int) -> RoundFilter:
-        allows = super()._make_filter(rows)
-        # Configured lengths are exempt from the loss budget.
-        return allow_all if self._drafts_always and allows is not allow_plain else allows
-
-    def _affordable_depth(self, source: DraftSource, drafting_rows: int, rows: int) -> int:
-        """Return the depth at which a draft without any accepted token fits the loss budget."""
-        draft, verify = self._costs.draft[source.name], self._costs.verify
-        # The nodes of a tree are chosen after drafting; those of a chain are all verified.
-        sent = drafting_rows if source.nodes_per_level == 1 else 0
-        depth = 0
-        while depth < source.depth and self._allows(
-            0.0, draft(depth + 1) + verify(rows + sent * (depth + 1))
-        ):
-            depth += 1
-        return depth
+        factor = 1
+        if self._policy is not None:
+            factor = DEPTH_FACTOR
+            if depths:
+                rows = len(max_depths)
+                self._policy.level_cost = partial(plan.level_cost, source, len(depths), rows)
+        return {row: min(limit, factor * depths.get(row, 0)) for row, limit in max_depths.items()}
 
 
 def adapt_length(
@@ -318,9 +322,7 @@ def adapt_length(
 ) -> AdaptiveLengthDrafter:
     """Return `drafter` under the cost model; for `nodes_per_level` see `DraftSource`."""
     depth = drafter.max_depth
-    source = DraftSource(
-        config.strategy, drafter, depth, nodes_per_level=nodes_per_level, retention=RETENTION
-    )
+    source = DraftSource(config.strategy, drafter, depth, nodes_per_level=nodes_per_level)
     max_nodes = getattr(config, "max_nodes", None) or depth
     # A policy may exceed the length that it starts with.
     source.depth = max(depth, policy.longest)

@@ -1,66 +1,45 @@
 """The decision rule: the round with the most expected accepted tokens per second.
 
 A round yields one token per row plus the drafted tokens that the target accepts. It costs the
-target's forward pass over all nodes, and the drafts. A round without a draft is always an option;
-others must pass the `RoundFilter`, which enforces the loss budget.
+target's forward pass over all nodes, and the drafts. A round without a draft is always an option.
 
 - `choose_nodes`: nodes are added in order of reach as long as the rate increases. For a given
   number of nodes this is optimal, and the result is always a tree.
 - `choose_sources`: drafters are chosen before they run, by the acceptance rates of their levels. A
-  level counts only the tokens that no other draft is expected to contribute.
+  level counts only the tokens that no other draft is expected to contribute. A drafter that must
+  first read text, such as the prompt, is chosen if that time is saved before the generation ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs
 
-# Start and growth of a `LossBudget`, in plain steps.
-INITIAL_STEPS = 1.0
-STEPS_PER_TOKEN = 0.01
-# Share of a draft's expected gain that it may lose on top of the budget.
-GAIN_SHARE = 0.25
-
-# (expected tokens of all rows, expected seconds) -> True if a round with a draft may run.
-RoundFilter = Callable[[float, float], bool]
+# The expected saving must be this many times the time of reading: expected rates may be wrong, and
+# the generation may end early.
+SAVING_FACTOR = 2.0
 
 
-def allow_all(tokens: float, seconds: float) -> bool:
-    """Allow any round."""
-    return True
+@dataclass(frozen=True)
+class Horizon:
+    """What remains of a generation, by which one-time costs are judged.
 
-
-def allow_plain(tokens: float, seconds: float) -> bool:
-    """Allow only a round without a draft."""
-    return False
-
-
-class LossBudget:
-    """Plain steps that the drafts of one generation may still lose.
-
-    Only drafting shows whether drafts pay. The budget bounds that cost in plain steps (steps
-    without a draft, one token per row): a generation of T tokens loses at most `INITIAL_STEPS` +
-    `STEPS_PER_TOKEN` x T. A draft whose expected gain is several times its cost may exceed the
-    budget; each failure lowers the next expectation. Gains are credited, so drafts that pay are
-    never blocked.
+    Attributes:
+        tokens: most tokens that the rows may still gain together.
+        reading_seconds: drafter -> time to read the text since its last draft.
     """
 
-    def __init__(self) -> None:
-        self.steps = INITIAL_STEPS
+    tokens: float = 0.0
+    reading_seconds: Mapping[str, float] = field(default_factory=dict)
 
-    def allows(self, tokens: float, seconds: float, plain_seconds: float) -> bool:
-        """Return True if the expected loss of a round fits; `tokens` are those of a row."""
-        # Configured timings may be 0.
-        spent = seconds / max(plain_seconds, 1e-9)
-        return spent - 1.0 <= max(self.steps, 0.0) + GAIN_SHARE * max(tokens - spent, 0.0)
-
-    def record_round(self, tokens: float, seconds: float, plain_seconds: float) -> None:
-        """Add the tokens per row that a round gained and subtract its time."""
-        self.steps += tokens * (1.0 + STEPS_PER_TOKEN) - seconds / max(plain_seconds, 1e-9)
+    def repays(self, name: str, before: float, after: float) -> bool:
+        """Return True if a rate that rises from `before` to `after` saves the reading time."""
+        saved = self.tokens * (1.0 / before - 1.0 / after)
+        return saved >= SAVING_FACTOR * self.reading_seconds.get(name, 0.0)
 
 
 @dataclass(frozen=True)
@@ -114,7 +93,6 @@ def choose_nodes(
     trees: Mapping[int, MergedTree],
     max_nodes: int,
     draft_seconds: float = 0.0,
-    allows: RoundFilter = allow_all,
 ) -> tuple[PlannedRound, dict[int, list[int]]]:
     """Return the fastest round over the drafts of all rows, and its nodes per row."""
     ranked: list[tuple[float, int, int]] = []
@@ -127,8 +105,7 @@ def choose_nodes(
     sizes = _forward_sizes(costs, trees, ranked)
     seconds = [costs.verify(size) + draft_seconds for size in sizes]
     rates = list(map(_rate, totals, seconds))
-    allowed = [0, *(n for n in range(1, len(rates)) if allows(totals[n], seconds[n]))]
-    count = max(allowed, key=rates.__getitem__)
+    count = max(range(len(rates)), key=rates.__getitem__)
     best = PlannedRound(costs, totals[count], sizes[count], draft_seconds)
     chosen: dict[int, list[int]] = {row: [] for row in trees}
     for _, row, node in ranked[:count]:
@@ -157,7 +134,7 @@ def choose_sources(
     trees: Mapping[int, MergedTree],
     sources: Sequence[DraftSource],
     max_depths: Mapping[int, int],
-    allows: RoundFilter = allow_all,
+    horizon: Horizon,
 ) -> PlannedRound:
     """Return the fastest expected round, whose `depths` name the drafters to run.
 
@@ -172,7 +149,7 @@ def choose_sources(
     best = base
     while True:
         unused = [source for source in mergeable if source.name not in best.depths]
-        options = [_with_source(best, s, reach_by_depth, max_depths, allows) for s in unused]
+        options = [_with_source(best, s, reach_by_depth, max_depths, horizon) for s in unused]
         better = max(options, key=lambda option: option.rate, default=best)
         if better.rate <= best.rate:
             break
@@ -182,8 +159,7 @@ def choose_sources(
                 reach_by_depth[row][level] = reach_by_depth[row].get(level, 0.0) + gain
         best = better
     whole = [_with_exclusive_tree(base, source, trees, max_depths) for source in exclusive]
-    allowed = [option for option in whole if allows(option.tokens, option.seconds)]
-    return max([best, *allowed], key=lambda option: option.rate)
+    return max([best, *whole], key=lambda option: option.rate)
 
 
 def _with_source(
@@ -191,7 +167,7 @@ def _with_source(
     source: DraftSource,
     reach_by_depth: Mapping[int, Mapping[int, float]],
     max_depths: Mapping[int, int],
-    allows: RoundFilter,
+    horizon: Horizon,
 ) -> PlannedRound:
     """Return the best round that also runs `source`; `base` if none is better."""
     # Levels whose gain does not cover their nodes at the current rate are not drafted.
@@ -210,9 +186,9 @@ def _with_source(
         seconds = base.draft_seconds + base.costs.draft[source.name](depth)
         depths = {**base.depths, source.name: row_depths}
         option = PlannedRound(base.costs, tokens, nodes, seconds, depths)
-        if option.rate > best.rate and allows(option.tokens, option.seconds):
+        if option.rate > best.rate:
             best = option
-    return best
+    return best if horizon.repays(source.name, base.rate, best.rate) else base
 
 
 def _with_exclusive_tree(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
 from hf_spec.common.errors import UnsupportedError
@@ -64,6 +65,13 @@ class Drafter(CandidateGenerator, ABC):
     def num_forwards(self, depth: int) -> int:
         """Return the forward passes of its model for a draft of `depth` levels, one per level."""
         return depth
+
+    def relative_cost(self, target: PreTrainedModel) -> float | None:
+        """Return the expected time of a forward pass of its model, in forward passes of `target`.
+
+        Measured times replace it. Default: None, unknown.
+        """
+        return None
 
     @property
     def exclusive_tree(self) -> bool:

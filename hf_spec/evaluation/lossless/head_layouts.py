@@ -22,7 +22,7 @@ from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
 from hf_spec.engine.forward.output import default_aux_layers
 from hf_spec.evaluation.lossless.sampling import generate_after
 from hf_spec.methods.block.head import BlockHead
-from hf_spec.methods.block.layouts import DFLASH, DSPARK
+from hf_spec.methods.block.layouts import FAMILIES as BLOCK_FAMILIES
 from hf_spec.methods.block.runner import BlockRunner
 from hf_spec.methods.eagle.head import FAMILIES, Eagle1Head, EagleHead
 from hf_spec.methods.eagle.spec import THETA
@@ -216,5 +216,5 @@ def _other_layers(
 # number of first drafts after the positions `starts` that equal the next token, config class.
 _AMBIGUOUS: dict[str, tuple[Callable[..., Any], Callable[..., int], str]] = {
     **dict.fromkeys(FAMILIES, (_eagle_alternatives, _eagle_agreed, "EagleConfig")),
-    **dict.fromkeys((DFLASH, DSPARK), (_block_alternatives, _block_agreed, "BlockConfig")),
+    **dict.fromkeys(BLOCK_FAMILIES, (_block_alternatives, _block_agreed, "BlockConfig")),
 }

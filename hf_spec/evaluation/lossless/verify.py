@@ -119,7 +119,8 @@ def verify(
                 greedy[entry.name].append(GreedyOutput(prompt.id, prompt.task, new, tau, found))
                 progress()
         for entry in entries if shortest else ():
-            sampled[entry.name] = check_sampling(model, shortest, plan.sampling, **entry.method)
+            method = entry.with_fixed_sizes.method
+            sampled[entry.name] = check_sampling(model, shortest, plan.sampling, **method)
             progress()
     return [
         Verification(entry.name, tuple(greedy[entry.name]), sampled.get(entry.name))

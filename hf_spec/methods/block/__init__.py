@@ -1,6 +1,7 @@
-"""DFlash and DSpark: published heads that draft a whole block of tokens in one pass.
+"""DFlash, DFlash 2, and DSpark: published heads that draft a block of tokens in one pass.
 
-DFlash (Chen et al. 2026, arXiv 2602.06036); DSpark from deepseek-ai's DeepSpec (2026).
+DFlash (Chen et al. 2026, arXiv 2602.06036); DFlash 2 from z-lab (2026); DSpark from deepseek-ai's
+DeepSpec (2026).
 
 One round:
 
@@ -9,12 +10,13 @@ One round:
 2. The block is the last committed token followed by mask tokens, at consecutive positions.
 3. One pass: each position of the block attends to the context and to the block.
 4. Its outputs give the draft distributions. DSpark adds a Markov bias left to right, and a
-   confidence per position.
+   confidence per position. DFlash 2 chooses among the most probable tokens of each position by the
+   token before, and convolves the positions in every layer.
 5. The target verifies; keys and values of the block are dropped.
 
-`head` has context, block and layers, `markov` DSpark's Markov and confidence heads, `runner` keys
-and values per row and the pass, `layouts` how published files are read. Levels are grown by
-`hf_spec.drafting.one_pass_drafter`.
+`head` has context, block and layers, `markov` DSpark's Markov and confidence heads, `dflash2` the
+convolutions and the candidate selector, `runner` keys and values per row and the pass, `layouts`
+how published files are read. Levels are grown by `hf_spec.drafting.one_pass_drafter`.
 
 Ours: batches, trees, and length policies. A chain, which the heads were trained for, is the
 default. A sampled chain is verified by residual rejection, a tree by node draw.

@@ -1,7 +1,7 @@
-"""Options of drafts from DFlash and DSpark heads (see `hf_spec.methods.block`).
+"""Options of drafts from DFlash, DFlash 2, and DSpark heads (see `hf_spec.methods.block`).
 
-With a Markov head the distributions of a level depend on the tokens before; without one they are
-the same on every path.
+With a Markov head or a candidate selector the distributions of a level depend on the tokens before;
+without, they are the same on every path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hf_spec.common.errors import AssistantError
 from hf_spec.drafting.length_policy import HEAD
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.block.head import BlockHead
-from hf_spec.methods.block.layouts import DFLASH, DSPARK, OVERRIDES
+from hf_spec.methods.block.layouts import FAMILIES, OVERRIDES
 from hf_spec.methods.block.runner import BlockRunner
 from hf_spec.methods.loading import resolve_published
 from hf_spec.methods.one_pass_heads import ProposalConfig, make_proposal_drafter
@@ -24,9 +24,7 @@ from hf_spec.methods.registry import register
 
 def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     overrides = config_overrides(config, OVERRIDES)
-    head: BlockHead = resolve_published(
-        config.strategy, assistant, target, (DFLASH, DSPARK), overrides
-    )
+    head: BlockHead = resolve_published(config.strategy, assistant, target, FAMILIES, overrides)
     if config.length_policy == HEAD and head.confidence is None:
         raise AssistantError(
             f"length_policy={HEAD!r}: this head has no confidence head; choose 'confidence'"
@@ -50,7 +48,7 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 @register("block", _make, _make_for_auto, aliases=("dflash", "dspark"))
 @dataclass(frozen=True)
 class BlockConfig(ProposalConfig):
-    """Options of DFlash and DSpark heads; `length_policy="head"` uses DSpark's confidence head.
+    """Options of block heads; `length_policy="head"` uses DSpark's confidence head.
 
     Attributes:
         children: most children per node; 1 is a chain.
@@ -62,6 +60,9 @@ class BlockConfig(ProposalConfig):
             check-head` finds the value that fits.
         embedding_scale: factor on the raw rows of the target's embedding. None follows the config,
             or 1. For Gemma the layouts differ: 1, or the square root of the hidden size.
+        draft_window: most recent tokens that the head attends to, the block included. For heads
+            that were trained on short contexts and draft worse in longer ones. None follows the
+            config.
     """
 
     has_confidence_head = True
@@ -71,9 +72,11 @@ class BlockConfig(ProposalConfig):
     aux_layers: list[int] | None = None
     from_anchor: bool | None = None
     embedding_scale: float | None = None
+    draft_window: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("embedding_scale", 0)
+        self.check("draft_window", 1)
         self.check_flags("from_anchor")
         check_aux_layers(self.aux_layers)

@@ -10,11 +10,12 @@ arXiv 2602.06036)::
 
 The block attends to itself in both directions, unless a layer is causal. Keys and values of the
 context are stored once; those of the block are dropped. DSpark adds the heads of
-`hf_spec.methods.block.markov`.
+`hf_spec.methods.block.markov`, DFlash 2 the parts of `hf_spec.methods.block.dflash2`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from hf_spec.adapters.adapter import BaseModel
 from hf_spec.engine.forward.step import PackedStep
+from hf_spec.methods.block.dflash2 import (
+    CandidateSelector,
+    ConvolvedLayer,
+    has_selector,
+    is_convolved,
+)
 from hf_spec.methods.block.markov import CONFIDENCE, ConfidenceHead, MarkovHead
 from hf_spec.methods.block.markov import PREFIX as MARKOV
 from hf_spec.methods.one_pass_heads import OnePassHead
@@ -55,6 +62,8 @@ class BlockShape:
         causal: per layer True if the block attends to itself causally.
         embedding_scale, output_scale: factors on the target's embedding and on the logits.
         softcap: tanh soft cap of the logits after that; 0 for none.
+        num_candidates: k, tokens per position among which DFlash 2's selector chooses.
+        draft_window: most tokens that a layer attends to, see `BlockConfig`; None for the config's.
     """
 
     block_size: int
@@ -65,6 +74,8 @@ class BlockShape:
     embedding_scale: float = 1.0
     output_scale: float = 1.0
     softcap: float = 0.0
+    num_candidates: int = 0
+    draft_window: int | None = None
 
     @property
     def num_levels(self) -> int:
@@ -76,7 +87,7 @@ class BlockHead(OnePassHead):
     """DFlash or DSpark head, built from tensors under the names that all layouts share.
 
     The embedding of the block's tokens is the head's, or the target's. `markov` and `confidence`
-    are DSpark's heads; None without.
+    are DSpark's heads, `selector` is DFlash 2's; None without.
     """
 
     strategy = STRATEGY
@@ -98,7 +109,10 @@ class BlockHead(OnePassHead):
         with torch.device("meta"):
             self.fc = nn.Linear(tensors["fc.weight"].shape[1], width, bias=False)
             self.hidden_norm = nn.RMSNorm(width, eps)
-            self.layers = nn.ModuleList(block_layer(config, i) for i in range(len(shape.causal)))
+            self.layers = nn.ModuleList(
+                block_layer(limited(config, index, shape), index, tensors, shape.block_size)
+                for index in range(len(shape.causal))
+            )
             self.norm = nn.RMSNorm(width, eps)
         self.load_state_dict(tensors, strict=False, assign=True)
         self.requires_grad_(False)
@@ -107,6 +121,9 @@ class BlockHead(OnePassHead):
         self.markov = MarkovHead(tensors) if f"{MARKOV}markov_w1.weight" in tensors else None
         has_confidence = f"{CONFIDENCE}weight" in tensors
         self.confidence = ConfidenceHead(tensors, width) if has_confidence else None
+        self.selector = (
+            CandidateSelector(tensors, shape.num_candidates) if has_selector(tensors) else None
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -156,14 +173,32 @@ class BlockHead(OnePassHead):
         return logits
 
 
-def block_layer(config: Qwen3Config, index: int) -> Qwen3DecoderLayer:
-    """Return a layer of Qwen3 with torch's RMS norms, without weights."""
-    layer: Any = Qwen3DecoderLayer(config, index)
+def block_layer(
+    config: Qwen3Config, index: int, tensors: Mapping[str, Tensor], block_size: int
+) -> Qwen3DecoderLayer:
+    """Return a layer of Qwen3 with torch's RMS norms, without weights but for convolutions."""
+    layer: Any
+    if is_convolved(tensors):
+        layer = ConvolvedLayer(config, index, tensors, block_size)
+    else:
+        layer = Qwen3DecoderLayer(config, index)
     for parent in (layer, layer.self_attn):
         for name, norm in parent.named_children():
             if isinstance(norm, Qwen3RMSNorm):
                 setattr(parent, name, nn.RMSNorm(len(norm.weight), norm.variance_epsilon))
     return layer
+
+
+def limited(config: Qwen3Config, index: int, shape: BlockShape) -> Qwen3Config:
+    """Return the config of a layer whose window is at most the draft window."""
+    window, kinds = shape.draft_window, config.layer_types or []
+    if window is None:
+        return config
+    own = config.sliding_window if kinds[index] == "sliding_attention" else None
+    changed = copy.copy(config)
+    changed.layer_types = ["sliding_attention"] * len(kinds)
+    changed.sliding_window = window if own is None else min(window, own)
+    return changed
 
 
 def keys_values(attention: Any, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Layouts of published DFlash and DSpark heads: z-lab, SpecForge, DeepSpec, vLLM's speculators.
+"""Layouts of block heads: z-lab, incoai, SpecForge, DeepSpec, speculators, transformers.
 
 Two conventions differ under equal names:
 
@@ -9,6 +9,9 @@ layer ids           z-lab, SpecForge and DeepSpec count layer outputs from 0 (-1
                     speculators use indices into `hidden_states`.
 ==================  ==============================================================================
 
+transformers' layout (`muse_glimmer_assistant`) is first rewritten as z-lab's. It has other tensor
+names, layers that are never causal, and a sliding window that does not count the token itself.
+
 Sizes and counts come from the tensors, since configs are often wrong about them.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,22 +28,30 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config
 
 from hf_spec.adapters.adapter import BaseModel
-from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
+from hf_spec.adapters.published import (
+    PublishedFamily,
+    PublishedHead,
+    quantization_method,
+    register_family,
+)
 from hf_spec.adapters.reading import whole_number
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.tree_attention import NAME
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS
+from hf_spec.methods.block import dflash2, markov
 from hf_spec.methods.block.head import STRATEGY, BlockHead, BlockShape, block_layer
 from hf_spec.methods.block.markov import PREFIX as MARKOV
-from hf_spec.methods.block.markov import expected_tensors
 from hf_spec.methods.published_weights import OutputHead, draft_vocab_ids, fitted, sizes_of
 
-DFLASH, DSPARK = "dflash", "dspark"
+DSPARK = "dspark"
+FAMILIES = ("dflash", "dflash2", DSPARK)
 
-# Published blocks have up to 16 positions.
+# Published blocks have up to 16 positions, selectors 16 candidates.
 MAX_BLOCK = 256
+MAX_CANDIDATES = 4096
+MAX_WINDOW = 2**31
 # Options of `BlockConfig` that override a head's config.
-OVERRIDES = ("aux_layers", "from_anchor", "embedding_scale")
+OVERRIDES = ("aux_layers", "from_anchor", "embedding_scale", "draft_window")
 # Keys of the head's config that its layers need.
 LAYER_KEYS = (
     "rms_norm_eps",
@@ -52,30 +64,79 @@ LAYER_KEYS = (
     "use_sliding_window",
     "max_window_layers",
 )
+# transformers' layout: the names of its tensors, and the values of entries that a config omits.
+TRANSFORMERS_TYPE = "muse_glimmer_assistant"
+TRANSFORMERS_NAMES = {
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
+TRANSFORMERS_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 2048,
+    "block_size": 16,
+    "mask_token_id": 201818,
+    "target_layer_ids": [1, 13, 25, 37, 49],
+}
+TRANSFORMERS_THETA = 500000.0
 
 
 def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
     """Return the head of published files."""
+    if head.config.get("model_type") == TRANSFORMERS_TYPE:
+        head = _from_transformers(head)
+    _check_variant(head)
     stored = {key.removeprefix("logit_head."): tensor for key, tensor in head.tensors.items()}
     size, vocab = sizes_of(target)
     config = _layer_config(head, stored)
     draft_vocab_size, vocabulary = _draft_vocabulary(head, stored, vocab)
     expected = _expected_tensors(config, stored, size, vocab)
-    expected |= expected_tensors(stored, config.hidden_size, draft_vocab_size, vocab)
+    width = config.hidden_size
+    expected |= markov.expected_tensors(stored, width, draft_vocab_size, vocab)
+    expected |= dflash2.expected_tensors(stored, config.num_hidden_layers, width, vocab)
     weights = {key: tensor for key, tensor in stored.items() if key not in ("d2t", "t2d")}
     tensors = fitted(head, weights, expected, target)
     embedding: Any = target.get_input_embeddings()
     if "embed_tokens.weight" in tensors:
         embedding = nn.Embedding.from_pretrained(tensors["embed_tokens.weight"])
     for name in ("embed_tokens.weight", "lm_head.weight"):
-        if name not in tensors and config.hidden_size != size:
+        if name not in tensors and width != size:
             raise AssistantError(
-                f"{head.name!r} has width {config.hidden_size} and has no {name!r}, but the "
+                f"{head.name!r} has width {width} and has no {name!r}, but the "
                 f"target's has width {size}; use a head published for this target"
             )
     output = OutputHead(target, tensors.get("lm_head.weight"), vocabulary)
     base, shape = BaseModel.of(target), _shape(head, config, target)
     return BlockHead(base, shape, config, tensors, embedding, output)
+
+
+def _check_variant(head: PublishedHead) -> None:
+    """Raise `AssistantError` for variants of the layers that are recognized but unsupported."""
+    if method := quantization_method(head.config):
+        raise AssistantError(
+            f"{head.name!r} is stored quantized ({method}), which is not supported for heads; use "
+            "the head in bfloat16"
+        )
+    if sinks := sorted(key for key in head.tensors if "sink" in key.rpartition(".")[2]):
+        raise AssistantError(
+            f"{head.name!r} has attention sinks ({sinks[0]!r}), which the layers of block heads "
+            "do not support; use a head without them"
+        )
+
+
+def _from_transformers(head: PublishedHead) -> PublishedHead:
+    """Return a head of transformers' layout in z-lab's."""
+    tensors = {TRANSFORMERS_NAMES.get(key, key): t for key, t in head.tensors.items()}
+    given = {key: value for key, value in head.config.items() if value is not None}
+    config = {**TRANSFORMERS_DEFAULTS, **given, "use_sliding_window": True, "is_causal": False}
+    if "layer_types" not in config:
+        num_layers = len({key.split(".")[1] for key in tensors if key.startswith("layers.")})
+        config["layer_types"] = ["sliding_attention"] * num_layers
+    if "rope_parameters" not in config:
+        config.setdefault("rope_theta", TRANSFORMERS_THETA)
+    what = f"the config of {head.name!r}"
+    # Its window is a distance; the windows of other models count the token itself.
+    config["sliding_window"] = whole_number(what, config, "sliding_window", 1, MAX_WINDOW) + 1
+    return replace(head, config=config, tensors=tensors)
 
 
 def _draft_vocabulary(
@@ -141,7 +202,7 @@ def _expected_tensors(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes that the tensors of the backbone must have."""
     with torch.device("meta"):
-        layer = block_layer(config, 0).state_dict()
+        layer = block_layer(config, 0, {}, 0).state_dict()
     width = config.hidden_size
     num_states = max(stored["fc.weight"].shape[-1] // size, 1)
     expected: dict[str, tuple[int, ...]] = {
@@ -162,7 +223,11 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
     what = f"the config of {head.name!r}"
     overrides = dict(head.overrides)
     text: Any = target.config.get_text_config()
-    sizes = {key: _option(head.config, key) for key in ("block_size", "mask_token_id")}
+    names = ("block_size", "mask_token_id", "selector_top_k")
+    sizes = {key: _option(head.config, key) for key in names}
+    num_candidates = 0
+    if dflash2.has_selector(head.tensors):
+        num_candidates = whole_number(what, sizes, "selector_top_k", 1, MAX_CANDIDATES)
     from_anchor = overrides.get("from_anchor", _option(head.config, "sample_from_anchor"))
     if from_anchor is None:
         # DeepSpec names some DSpark checkpoints dflash; their class decides.
@@ -188,6 +253,8 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
         float(scale),
         float(scales["output_multiplier"]),
         float(scales["final_logit_softcapping"]),
+        num_candidates,
+        overrides.get("draft_window"),
     )
 
 
@@ -229,5 +296,5 @@ def _causal(head: PublishedHead, config: Qwen3Config, index: int) -> bool:
     return bool(causal)
 
 
-register_family(PublishedFamily(DFLASH, STRATEGY, build_block_head))
-register_family(PublishedFamily(DSPARK, STRATEGY, build_block_head))
+for _family in FAMILIES:
+    register_family(PublishedFamily(_family, STRATEGY, build_block_head))

@@ -148,7 +148,10 @@ class BlockRunner:
 
 
 class BlockProposals(Proposals):
-    """Draft distributions from (A, b, width) outputs, with or without a Markov head."""
+    """Draft distributions from (A, b, width) outputs.
+
+    With a Markov head or a selector they depend on the tokens before.
+    """
 
     def __init__(self, head: BlockHead, outputs: Tensor, roots: Tensor, depth: int):
         first = 0 if head.shape.from_anchor else 1
@@ -176,4 +179,7 @@ class BlockProposals(Proposals):
             logits = logits + bias
         if self._head.confidence is not None:
             self.confidence = self._head.confidence(outputs, before)
-        return self._head.output.over_vocabulary(logits)
+        logits = self._head.output.over_vocabulary(logits)
+        if self._head.selector is not None:
+            logits = self._head.selector(tokens, outputs, logits)
+        return logits

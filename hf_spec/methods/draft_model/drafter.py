@@ -20,6 +20,7 @@ from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.padded_batching import BATCHING
@@ -116,6 +117,10 @@ class DraftModelDrafter(LevelDrafter):
         """The draft model."""
         return id(self.model)
 
+    def relative_cost(self, target: PreTrainedModel) -> float:
+        """Return the ratio of the weights, since small steps are memory-bound."""
+        return _step_bytes(self.model) / max(_step_bytes(target), 1)
+
     def start(self, state: GenerationState) -> None:
         """Empty the KV cache of every row."""
         super().start(state)
@@ -179,3 +184,17 @@ class DraftModelDrafter(LevelDrafter):
             else:
                 output = self._runner.forward(tree, state.tokens, nodes)
         return self.processed(state, growth, output.logits.to(state.device, torch.float32))
+
+
+def _step_bytes(model: PreTrainedModel) -> int:
+    """Return how many bytes of weights a decoding step of `model` reads."""
+
+    def count() -> int:
+        embedding, head = (
+            set() if module is None else set(module.parameters())
+            for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        )
+        read = [p for p in model.parameters() if p not in embedding or p in head]
+        return sum(weight.numel() * weight.element_size() for weight in read)
+
+    return cached_per_model(model, "step bytes", count)

@@ -44,8 +44,8 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 class EagleConfig(BeamConfig):
     """Options of an EAGLE head's drafts, a dynamic tree by default.
 
-    The last five override the head's config where it is silent or wrong; `hf-spec check-head` finds
-    the values that fit.
+    `aux_layers` to `norm_output` override the head's config where it is silent or wrong; `hf-spec
+    check-head` finds the values that fit.
 
     Attributes:
         aux_layers: indices into the target's `hidden_states` that make a feature.
@@ -54,6 +54,8 @@ class EagleConfig(BeamConfig):
             for the target's times the square root of its width, as in Gemma's layers.
         norm_before_residual: use the normed feature as the residual of the attention.
         norm_output: pass the normed output to the next step.
+        draft_window: most recent tokens that the head attends to, drafted ones included. For heads
+            that were trained on short contexts and draft worse in longer ones. None for all.
     """
 
     usual = MappingProxyType({"max_draft_tokens": 5, "max_nodes": 24})
@@ -66,10 +68,12 @@ class EagleConfig(BeamConfig):
     embedding: str | None = None
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
+    draft_window: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("rope_theta", 1)
+        self.check("draft_window", 1)
         if self.embedding not in (None, *EMBEDDINGS):
             raise OptionError(
                 f"embedding={self.embedding!r} is unknown; {choices(self.embedding, EMBEDDINGS)}"

@@ -245,6 +245,10 @@ def _layer_stack(spec: EagleSpec) -> Any:
         "vocab_size": 1,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
+    if spec.draft_window is not None:
+        # Layers of Llama have no windows of their own; hf_spec's attention reads their config.
+        sizes["sliding_window"] = spec.draft_window
+        sizes |= {"use_sliding_window": True, "max_window_layers": 0}
     kind = sizes.pop("model_type")
     with torch.device("meta"):
         if kind == "qwen3":

@@ -26,7 +26,14 @@ logger = logging.getLogger(__name__)
 THETA = 10000.0
 EMBEDDINGS = ("target", "own", "scaled")
 # Options of `EagleConfig` that override a head's config.
-OVERRIDES = ("aux_layers", "rope_theta", "embedding", "norm_before_residual", "norm_output")
+OVERRIDES = (
+    "aux_layers",
+    "rope_theta",
+    "embedding",
+    "norm_before_residual",
+    "norm_output",
+    "draft_window",
+)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 Overrides = Mapping[str, Any]
 # Config keys of P-EAGLE's mask token.
@@ -43,7 +50,7 @@ class EagleSpec:
         rope: rotary parameters in the format of transformers.
         hidden_layers: indices into the target's `hidden_states`, or `BEFORE_NORM`; their states
             are concatenated into a feature.
-        embedding, norm_before_residual, norm_output: see `EagleConfig`.
+        embedding, norm_before_residual, norm_output, draft_window: see `EagleConfig`.
         mask_token: token id of P-EAGLE's mask pairs; None for heads that draft step by step.
     """
 
@@ -55,6 +62,7 @@ class EagleSpec:
     norm_before_residual: bool
     norm_output: bool
     mask_token: int | None
+    draft_window: int | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -93,6 +101,7 @@ def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], text: Any) -> 
         norm_before_residual=_flag(what, config, overrides, "norm_before_residual"),
         norm_output=_flag(what, config, overrides, "norm_output"),
         mask_token=_mask_token(what, config) if head.family == "peagle" else None,
+        draft_window=overrides.get("draft_window"),
     )
 
 

@@ -20,7 +20,7 @@ from hf_spec.methods.registry import register
 def _make(config: MtpConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     head: MtpHead = (
         resolve_inside(STRATEGY, target, lambda: head_of_target_files(target))
-        if assistant is None
+        if assistant is None or assistant == target.name_or_path
         else resolve_published(STRATEGY, assistant, target, (FAMILY,))
     )
     return with_policy(config, target, partial(PairDrafter, head=head), config.shape.children)
@@ -37,8 +37,8 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 class MtpConfig(BeamConfig):
     """Options of drafts from an MTP module.
 
-    `assistant=` is the folder or Hub id of a module written by the package speculators. Without it
-    the module in the target's own files is used.
+    `assistant=` is the folder or Hub id of a module written by the package speculators. Without it,
+    or with the target's own folder or id, the module in the target's own files is used.
     """
 
     needs_assistant = False

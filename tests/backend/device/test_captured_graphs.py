@@ -33,7 +33,7 @@ from hf_spec.methods.registry import make_drafter
 from tests import mtp_reference, tiny_models
 from tests.fake_gpu import OnGpu, on_gpu, pretended, recording
 from tests.falcon_reference import random_head
-from tests.feature_reference import deepspec, dflash, medusa, speculator
+from tests.feature_reference import deepspec, dflash, dflash2, medusa, speculator
 from tests.generation.test_own_prefill import longrope
 from tests.published_heads import sample
 
@@ -103,6 +103,7 @@ FAMILIES = {
     "p-eagle": Family(eagle("peagle"), by_pairs),
     "mtp": Family(lambda: mtp_reference.sample("llama", "index").head, by_modules),
     "dflash": Family(lambda: build_block(dflash(), llama()), by_blocks),
+    "dflash2": Family(lambda: build_block(dflash2(), llama()), by_blocks),
     "dspark": Family(lambda: build_block(deepspec("vanilla"), llama()), by_blocks),
     "medusa": Family(lambda: build_medusa(medusa(), llama()), by_lists, captures=False),
     "mlp speculator": Family(

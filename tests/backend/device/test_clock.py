@@ -128,7 +128,7 @@ def test_drafts_and_forwards_have_their_own_time(monkeypatch: pytest.MonkeyPatch
 
 @torch.no_grad()
 def test_a_measured_draft_is_charged_for_what_it_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    learned: list[tuple[float, float, dict[str, tuple[int, float]]]] = []
+    learned: list[tuple[float, float, dict[str, tuple[int, int, float]]]] = []
     monkeypatch.setattr(measured, "cached_times", lambda *_: RoundTimes())
     monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: learned.append(times))
     with pretended(monkeypatch) as gpu:
@@ -151,7 +151,7 @@ def test_a_measured_draft_is_charged_for_what_it_queued(monkeypatch: pytest.Monk
                 assert (gpu.fetches, gpu.waits) == (1, {})
     drafts = [spent["draft"] for *_, spent in learned if "draft" in spent]
     assert len(drafts) > 2
-    for forwards, seconds in drafts:
+    for forwards, _, seconds in drafts:
         busy = Hasty.work + 1 if forwards else 1
         assert seconds == pytest.approx(busy * LAUNCH)
     for _, seconds, _ in learned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,9 @@ from hf_spec.drafting.cost_model.acceptance_stats import (
     RETENTION,
     AcceptanceStats,
     DecayedRates,
+    DraftMemory,
     DraftSource,
+    LevelRates,
     MergedTree,
 )
 from hf_spec.engine.decode.drafter import Drafter
@@ -76,10 +79,10 @@ class TestRates:
         rates = DecayedRates(lambda kind: {"a": 0.2, "b": 0.9}[kind], 4.0)
         assert (rates.rate("a"), rates.rate("b")) == (0.2, 0.9)
         rates.count("a", True)
-        assert rates.rate("a") == pytest.approx((4 * 0.2 + 1) / 5)
+        assert rates.rate("a") == pytest.approx((0.95 * 4 * 0.2 + 1) / (0.95 * 4 + 1))
         for _ in range(300):
             rates.count("a", False)
-        assert rates.rate("a") < 0.04
+        assert rates.rate("a") < 1e-6
         assert rates.rate("b") == 0.9
 
     def test_what_is_new_counts_more(self) -> None:
@@ -89,15 +92,30 @@ class TestRates:
             late.count(0, step >= 10)
         assert early.rate(0) < 0.5 < late.rate(0)
 
-    def test_fading_goes_back_to_the_expectation(self) -> None:
-        rates = DecayedRates(lambda _: 0.6, 3.0)
-        for _ in range(40):
-            rates.count(1, False)
+    def test_after_fading_the_next_trials_count_more(self) -> None:
+        rates, faded = DecayedRates(lambda _: 0.6, 3.0), DecayedRates(lambda _: 0.6, 3.0)
+        for each in (rates, faded):
+            for _ in range(40):
+                each.count(1, False)
         low = rates.rate(1)
         for _ in range(500):
-            rates.fade(RETENTION)
+            faded.fade(RETENTION)
         assert low < 0.15
-        assert rates.rate(1) == pytest.approx(0.6, abs=0.03)
+        assert faded.rate(1) == pytest.approx(low)
+        for each in (rates, faded):
+            each.count(1, True)
+        # The weight is that of the prior again.
+        assert faded.rate(1) == pytest.approx((3 * 0.95 * low + 1) / (3 * 0.95 + 1))
+        assert rates.rate(1) < 0.2
+
+    def test_a_level_without_trials_is_expected_to_do_as_well_as_the_one_above(self) -> None:
+        rates = LevelRates(0.95)
+        assert [rates.rate(depth) for depth in (None, 1, 5)] == [LEVEL_PRIOR] * 3
+        for _ in range(20):
+            rates.count(1, True)
+        assert rates.rate(4) == rates.rate(1) > 0.85
+        rates.count(2, False)
+        assert rates.rate(4) == rates.rate(2) < rates.rate(1)
 
 
 class TestDraftSource:
@@ -136,7 +154,7 @@ class TestDraftSource:
         before = source.reach(0)
         source.observe(said(10, 12, 99), NOTHING)
         after = source.reach(0)
-        weight = PRIOR_WEIGHT
+        weight = 0.95 * PRIOR_WEIGHT
         assert after[1] == pytest.approx((weight * 0.5 + 1) / (weight + 1))
         assert after[2] == pytest.approx(weight * 0.125 / (weight + 1))
         # Token 12 stood second below 10, token 11 first.
@@ -147,33 +165,57 @@ class TestDraftSource:
         source = asked(DraftSource("s", Fixed(), 3))
         assert [source.level_rate(0, depth) for depth in (1, 2, 3)] == [LEVEL_PRIOR] * 3
         source.observe(said(10, 11, 99), NOTHING)
-        assert (
-            source.level_rate(0, 1)
-            == source.level_rate(0, 2)
-            > LEVEL_PRIOR
-            > source.level_rate(0, 3)
-        )
+        assert source.level_rate(0, 2) > source.level_rate(0, 1) > LEVEL_PRIOR
+        assert source.level_rate(0, 3) < source.level_rate(0, 1)
         source.observe(said(99), NOTHING)
         assert source.level_rate(0, 1) < source.level_rate(0, 2)
 
     def test_a_level_that_was_asked_for_and_is_not_there_is_a_miss(self) -> None:
         source = asked(DraftSource("s", Fixed(), 3))
         source.observe(said(20, 1), NOTHING)
-        assert source.level_rate(0, 2) < LEVEL_PRIOR
+        assert source.level_rate(0, 2) < source.level_rate(0, 1)
         shallow = asked(DraftSource("s", Fixed(), 3), depth=1)
         shallow.observe(said(20, 1), NOTHING)
-        assert shallow.level_rate(0, 2) == LEVEL_PRIOR
+        assert shallow.level_rate(0, 2) == shallow.level_rate(0, 1) > LEVEL_PRIOR
 
-    def test_an_idle_drafter_is_slowly_forgotten(self) -> None:
-        state, source = state_of(), DraftSource("s", Fixed(), 3)
-        source.start(1)
-        source.draft(state, {0: 3})
-        source.observe(said(99), NOTHING)
-        bad = source.level_rate(0, 1)
-        for _ in range(400):
-            source.draft(state, {0: 0})
-            source.observe(said(10), NOTHING)
-        assert bad < source.level_rate(0, 1) < LEVEL_PRIOR
+    def test_the_rates_of_an_idle_drafter_stay_and_change_faster_afterwards(self) -> None:
+        state, after = state_of(), []
+        for idle in (0, 400):
+            source = DraftSource("s", Fixed(), 3)
+            source.start(1)
+            for _ in range(30):
+                source.draft(state, {0: 3})
+                source.observe(said(99), NOTHING)
+            bad = source.level_rate(0, 1)
+            for _ in range(idle):
+                source.draft(state, {0: 0})
+                source.observe(said(10), NOTHING)
+            assert source.level_rate(0, 1) == pytest.approx(bad)
+            source.draft(state, {0: 1})
+            source.observe(said(10, 99), NOTHING)
+            after.append(source.level_rate(0, 1))
+        assert after[1] > 2 * after[0]
+
+    def test_unread_text(self) -> None:
+        state, source = state_of(2), DraftSource("s", Fixed(), 3)
+        source.start(2)
+        assert source.unread(state, [0, 1]) == 6
+        source.draft(state, {0: 3, 1: 0})
+        assert (source.unread(state, [0]), source.unread(state, [1])) == (0, 3)
+        state.tokens[0].append(7)
+        assert source.unread(state, [0]) == 1
+        source.restart(0)
+        assert source.unread(state, [0]) == 4
+
+    def test_a_trial_is_the_deepest_draft_that_takes_one_forward_pass(self) -> None:
+        drafter = Fixed()
+        assert DraftSource("s", drafter, 8).trial_depth == 1
+        drafter.num_forwards = lambda depth: -(-depth // 2)  # type: ignore[method-assign]
+        assert DraftSource("s", drafter, 8).trial_depth == 2
+        drafter.num_forwards = lambda depth: 1  # type: ignore[method-assign]
+        assert DraftSource("s", drafter, 8).trial_depth == 8
+        drafter.max_depth = sys.maxsize
+        assert DraftSource("s", drafter, sys.maxsize).trial_depth == sys.maxsize
 
     def test_the_drafter_gets_the_verdict_on_its_own_tree(self) -> None:
         source = asked(DraftSource("s", Fixed(), 3))
@@ -210,7 +252,7 @@ class TestDraftSource:
 
 class TestMemory:
     def test_a_generation_begins_with_the_rates_of_earlier_ones(self) -> None:
-        memory = AcceptanceStats.from_prior((0.5, 0.7))
+        memory = DraftMemory(AcceptanceStats.from_prior((0.5, 0.7)))
         source = DraftSource("s", Fixed(), 3)
         for _ in range(20):
             source.start(1, memory)
@@ -225,16 +267,17 @@ class TestMemory:
         assert source.level_rate(0, 1) > before
         assert source.level_rate(1, 1) == pytest.approx(before)
 
-    def test_a_drafter_that_never_runs_is_tried_again(self) -> None:
-        memory = AcceptanceStats.from_prior((0.5, 0.7))
-        memory.levels.count(1, False)
+    def test_a_new_text_shortens_the_wait_for_the_next_trial(self) -> None:
+        memory = DraftMemory(AcceptanceStats.from_prior((0.5, 0.7)))
         source = DraftSource("s", Fixed(), 3)
         source.start(1, memory)
-        bad = memory.levels.rate(1)
-        for _ in range(2000):
-            source.draft(state_of(), {0: 0})
-            source.observe(said(10), NOTHING)
-        assert bad < memory.levels.rate(1) == pytest.approx(LEVEL_PRIOR, abs=0.01)
+        source.explorations[0].trials = 4
+        source.start(1, memory)
+        assert source.explorations[0].trials == 2
+        source.restart(0)
+        assert source.explorations[0].trials == 1
+        source.start(1)
+        assert source.explorations[0].trials == 0
 
 
 class TestMergedTree:

@@ -12,9 +12,10 @@ from hf_spec.common.errors import OptionError
 from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_PRIOR
 from hf_spec.drafting.cost_model.cost_curves import (
     FORWARD_COST,
-    LARGEST_FACTOR,
     LIFETIME,
+    MAX_UNREAD,
     NODE_COST,
+    READ_COST,
     Costs,
     Curve,
     LearnedCurve,
@@ -72,23 +73,32 @@ class TestLearnedCurve:
         known = curve((2, 3.0), (4, 2.0))
         assert known(2) > known(4)
 
+    def test_a_new_size_counts_as_much_more_expensive_after_two_timings(self) -> None:
+        known = curve((1, 2.0), (4, 9.0))
+        assert known(4) == 5.0
+        known.learn(4, 8.0)
+        assert known(4) == 8.0
+        assert curve((1, 2.0), (4, 3.0))(4) == 3.0
+        assert curve((1, 2.0), (4, 7.0))(4) == 7.0
+
     def test_sizes_between_count_for_the_nearest_in_proportion(self) -> None:
         assert curve((9, 10.0))(8) == pytest.approx(9.0)
 
-    def test_means_follow_new_times(self) -> None:
+    def test_costs_follow_new_times(self) -> None:
         known = curve(*[(1, 1.0)] * 5, *[(1, 1.4)] * 60)
         assert known(1) == pytest.approx(1.4, rel=0.01)
 
     def test_a_hiccup_counts_for_little(self) -> None:
         known = curve(*[(1, 1.0)] * 20, (1, 500.0))
-        assert known(1) <= 1.0 + 0.1 * (LARGEST_FACTOR - 1) + 1e-9
+        assert known(1) == 1.0
         # At a size that is new, too: it would never be tried again.
-        assert curve((1, 1.0), (8, 500.0))(8) <= LARGEST_FACTOR * 4.5 + 1e-9
+        assert curve((1, 1.0), (8, 500.0))(8) == 4.5
 
-    def test_the_least_of_the_first_times_counts(self) -> None:
+    def test_the_median_of_the_first_times_counts(self) -> None:
         """The very first one, which has nothing to be bounded by, as well."""
         for first in itertools.permutations((1.0, 1.1, 30.0)):
-            assert curve(*[(1, seconds) for seconds in first])(1) == 1.0
+            assert curve(*[(1, seconds) for seconds in first])(1) == 1.1
+            assert curve(*[(1, seconds) for seconds in first[:2]])(1) == min(first[:2])
         assert curve((4, 90.0), (1, 1.0), (4, 2.0))(4) == 2.0
 
     def test_what_was_learned_long_ago_is_forgotten(self) -> None:
@@ -130,10 +140,10 @@ class TestRoundTimes:
 
     def test_a_round(self) -> None:
         times = RoundTimes()
-        times.learn(4, 0.04, {"draft": (3, 0.006)})
+        times.learn(4, 0.04, {"draft": (3, 1, 0.006)})
         assert times.costs({"draft": levels}).verify(4) == pytest.approx(0.04)
         assert times.costs({"draft": levels}).draft["draft"](1) == pytest.approx(0.002)
-        times.learn(1, 0.03, {"draft": (0, 9.0)})
+        times.learn(1, 0.03, {"draft": (0, 0, 9.0)})
         assert times.costs({"draft": levels}).verify(1) == pytest.approx(0.03)
         assert times.costs({"draft": levels}).draft["draft"](3) == pytest.approx(0.006)
 
@@ -146,10 +156,46 @@ class TestRoundTimes:
 
     def test_drafters_have_costs_of_their_own(self) -> None:
         times = RoundTimes()
-        times.learn(4, 0.04, {"falcon": (1, 0.002), "tree": (2, 0.02)})
         costs = times.costs({"falcon": levels, "tree": levels})
+        for _ in range(2):
+            times.learn(4, 0.04, {"falcon": (1, 1, 0.002), "tree": (2, 1, 0.02)})
         assert costs.draft["falcon"](1) == pytest.approx(0.002)
         assert costs.draft["tree"](1) == pytest.approx(0.01)
+
+    def test_a_first_draft_that_takes_much_longer_than_expected_is_not_believed(self) -> None:
+        times = RoundTimes()
+        draft = times.costs({"draft": levels}, {"draft": 0.3}).draft["draft"]
+        times.learn(1, 2.0, {"draft": (1, 1, 50.0)})
+        assert draft(1) == pytest.approx(0.3 * 2.0)
+        times.learn(1, 2.0, {"draft": (1, 1, 0.8)})
+        assert draft(1) == pytest.approx(0.8)
+
+    def test_reading_is_apart_from_drafting(self) -> None:
+        """The first draft after a prompt, and one after many rounds without a draft."""
+        times = RoundTimes()
+        costs = times.costs({"draft": levels})
+        times.learn(1, 1.0, {"draft": (1, 300, 90.0)})
+        assert costs.draft["draft"](1) == pytest.approx(FORWARD_COST)
+        assert costs.read["draft"](300) == pytest.approx(300 * READ_COST * FORWARD_COST)
+        assert costs.read["draft"](MAX_UNREAD) == 0.0
+        for _ in range(3):
+            times.learn(1, 1.0, {"draft": (1, 1, 0.2)})
+        times.learn(1, 1.0, {"draft": (1, 40, 0.6)})
+        assert costs.draft["draft"](1) == pytest.approx(0.2)
+        assert costs.read["draft"](80) == pytest.approx(0.8)
+        # A compilation, which does not happen again.
+        times.learn(1, 1.0, {"draft": (1, 40, 600.0)})
+        assert costs.read["draft"](80) <= 1.2
+
+    def test_a_draft_that_also_read_shows_that_drafting_costs_less(self) -> None:
+        times = RoundTimes()
+        costs = times.costs({"draft": levels})
+        for _ in range(3):
+            times.learn(1, 1.0, {"draft": (1, 1, 5.0)})
+        assert costs.draft["draft"](1) == pytest.approx(5.0)
+        for _ in range(4):
+            times.learn(1, 1.0, {"draft": (1, 30, 0.3)})
+        assert costs.draft["draft"](1) == pytest.approx(0.3)
 
     def test_plain_steps_are_reliable_after_two_timings(self) -> None:
         times = RoundTimes()
@@ -164,13 +210,13 @@ class TestRoundTimes:
 
     def test_acceptance_rates_are_kept(self) -> None:
         times = RoundTimes()
-        times.memory(0, (0.5, 0.7)).levels.count(1, False)
-        assert times.memory(0, (0.5, 0.7)).levels.rate(1) < LEVEL_PRIOR
-        assert times.memory(1, (0.5, 0.7)).levels.rate(1) == LEVEL_PRIOR
+        times.memory(0, (0.5, 0.7)).stats.levels.count(1, False)
+        assert times.memory(0, (0.5, 0.7)).stats.levels.rate(1) < LEVEL_PRIOR
+        assert times.memory(1, (0.5, 0.7)).stats.levels.rate(1) == LEVEL_PRIOR
 
     def test_drafts_without_a_model_cost_nothing(self) -> None:
         times = RoundTimes()
-        times.learn(4, 0.04, {"lookup": (0, 0.001)})
+        times.learn(4, 0.04, {"lookup": (0, 0, 0.001)})
         assert times.costs({"lookup": lambda depth: 0}).draft["lookup"](9) == 0.0
 
 

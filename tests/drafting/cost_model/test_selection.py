@@ -13,10 +13,8 @@ import torch
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs, Curve
 from hf_spec.drafting.cost_model.selection import (
-    GAIN_SHARE,
-    INITIAL_STEPS,
-    STEPS_PER_TOKEN,
-    LossBudget,
+    SAVING_FACTOR,
+    Horizon,
     PlannedRound,
     choose_nodes,
     choose_sources,
@@ -53,7 +51,7 @@ class Level:
 
 def ask(trees: dict[int, MergedTree], known: Costs, *sources: Any, room: int = 9) -> PlannedRound:
     base, _ = choose_nodes(known, trees, 40)
-    return choose_sources(base, trees, sources, dict.fromkeys(trees, room))
+    return choose_sources(base, trees, sources, dict.fromkeys(trees, room), Horizon())
 
 
 def test_a_branch_costs_what_is_above_it_again() -> None:
@@ -110,29 +108,16 @@ class TestNodes:
         assert sent == [1, 3]
 
 
-def at_most(most: float) -> Any:
-    return lambda tokens, seconds: seconds <= most
-
-
-class TestAllowed:
-    def test_a_round_takes_no_longer_than_it_may(self) -> None:
-        proposed = {0: tree((0, 0.9), (1, 0.8), (2, 0.7))}
-        known = costs(0.1)
-        sent = [
-            len(choose_nodes(known, proposed, 40, allows=at_most(most))[1][0])
-            for most in (0.0, 1.0, 1.11, 1.25, 9.0)
-        ]
-        assert sent == [0, 0, 1, 2, 3]
-
-    def test_nobody_is_asked_who_would_take_longer(self) -> None:
+class TestHorizon:
+    def test_a_drafter_that_must_read_first_runs_if_the_rest_saves_that_time(self) -> None:
         known, trees = costs(0.01, good=0.2), {0: tree()}
         base, _ = choose_nodes(known, trees, 40)
         source: Any = Level("good", 0.9, 0.9, 0.9)
-        depths = [
-            choose_sources(base, trees, [source], {0: 9}, rule).depths.get("good", {}).get(0, 0)
-            for rule in map(at_most, (1.1, 1.3, 1.55, 9.0))
-        ]
-        assert depths == [0, 1, 2, 3]
+        best = choose_sources(base, trees, [source], {0: 9}, Horizon())
+        saved = 50 * (1 / base.rate - 1 / best.rate) / SAVING_FACTOR
+        for reading, chosen in ((0.99 * saved, {"good": {0: 3}}), (1.01 * saved, {})):
+            horizon = Horizon(50, {"good": reading})
+            assert choose_sources(base, trees, [source], {0: 9}, horizon).depths == chosen
 
 
 class TestSources:
@@ -182,54 +167,3 @@ def test_a_level_of_a_chain_is_sent_too_and_one_of_a_tree_is_not() -> None:
     assert chosen.level_cost(chain, 2, 4, 1) == pytest.approx(3.0 * 0.25)  # type: ignore[arg-type]
     chain.nodes_per_level = 1
     assert chosen.level_cost(chain, 2, 4, 1) == pytest.approx(3.0 * 0.35)  # type: ignore[arg-type]
-
-
-def most(budget: LossBudget, tokens: float = 0.0) -> float:
-    """How long a round may take, in plain steps."""
-    return max(n / 100 for n in range(10_000) if budget.allows(tokens, n / 100, 1.0))
-
-
-class TestLossBudget:
-    """It bounds losses; gains are credited to it."""
-
-    def test_a_round_may_cost_what_is_left_on_top_of_a_plain_step(self) -> None:
-        budget = LossBudget()
-        assert most(budget) == pytest.approx(1 + INITIAL_STEPS, abs=0.011)
-        budget.record_round(1.0, 0.06, 0.04)
-        assert budget.steps == pytest.approx(INITIAL_STEPS + STEPS_PER_TOKEN - 0.5)
-        budget.record_round(1.0, 0.4, 0.04)
-        assert most(budget) == 1.0
-
-    def test_plain_steps_refill_it_slowly(self) -> None:
-        budget = LossBudget()
-        budget.record_round(1.0, 3.0, 1.0)
-        for _ in range(int((2 - INITIAL_STEPS) / STEPS_PER_TOKEN)):
-            assert not budget.allows(0.0, 1.0 + 2 * STEPS_PER_TOKEN, 1.0)
-            budget.record_round(1.0, 1.0, 1.0)
-
-    def test_gains_count(self) -> None:
-        budget = LossBudget()
-        budget.record_round(3.0, 1.5, 1.0)
-        assert budget.steps == pytest.approx(INITIAL_STEPS + 1.5 + 3 * STEPS_PER_TOKEN)
-
-    def test_drafts_with_an_expected_gain_of_several_times_their_cost_may_be_tried(self) -> None:
-        budget = LossBudget()
-        budget.record_round(1.0, 9.0, 1.0)
-        assert budget.allows(1.5 + 0.5 / GAIN_SHARE, 1.5, 1.0)
-        assert not budget.allows(1.4 + 0.5 / GAIN_SHARE, 1.5, 1.0)
-        assert not budget.allows(1.6, 1.5, 1.0)
-
-    def test_the_worst_that_can_happen_stays_within_the_bound(self) -> None:
-        """Rounds that use the whole budget and gain nothing."""
-        budget, lost = LossBudget(), 0.0
-        for _ in range(500):
-            spent = 1.0 + max(budget.steps, 0.0)
-            assert budget.allows(1.0, spent, 1.0)
-            budget.record_round(1.0, spent, 1.0)
-            lost += spent - 1.0
-        assert lost == pytest.approx(INITIAL_STEPS + STEPS_PER_TOKEN * 499)
-
-    def test_steps_that_cost_nothing(self) -> None:
-        budget = LossBudget()
-        budget.record_round(1.0, 0.0, 0.0)
-        assert budget.allows(1.0, 0.0, 0.0)

@@ -46,6 +46,16 @@ def test_an_entry(text: str, config: StrategyConfig, assistant: str | None) -> N
     assert parse_entry(text) == (text, dataclasses.replace(config, compile=True), assistant)
 
 
+def test_fixed_sizes_replace_measured_ones_alone() -> None:
+    draft, tree = parse_entries(["draft@x", "tree:max_draft_tokens=3@x"])
+    assert draft.config.leaves_sizes_open
+    assert not draft.with_fixed_sizes.config.leaves_sizes_open
+    assert draft.with_fixed_sizes.config.length_policy == "static"
+    assert tree.with_fixed_sizes.config.max_draft_tokens == 3
+    auto = parse_entry("auto")
+    assert auto.with_fixed_sizes is auto
+
+
 def test_an_unknown_strategy_or_option() -> None:
     with pytest.raises(OptionError, match="unknown spec_strategy 'no'"):
         parse_entry("no@x")

@@ -20,6 +20,7 @@ from tests.feature_reference import (
     check_against,
     deepspec,
     dflash,
+    dflash2,
     medusa,
     published,
     save,
@@ -55,8 +56,13 @@ def generate(assistant: Any, kind: str = "ragged", new_tokens: int = 10, **optio
 
 @pytest.mark.parametrize(
     ("head", "from_anchor"),
-    [(dflash(), False), (deepspec("gated"), True), (speculators("dspark", "rnn"), True)],
-    ids=["DFlash", "DSpark", "speculators"],
+    [
+        (dflash(), False),
+        (dflash2(), False),
+        (deepspec("gated"), True),
+        (speculators("dspark", "rnn"), True),
+    ],
+    ids=["DFlash", "DFlash 2", "DSpark", "speculators"],
 )
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_every_draft_of_a_ragged_batch(
@@ -144,6 +150,15 @@ def test_layers_that_the_config_does_not_name() -> None:
     refuse(wrong, error=AssistantError, spec_strategy=config, assistant=head)
 
 
+def test_a_draft_window_changes_drafts_but_not_the_output() -> None:
+    with watch_drafts() as seen:
+        generate(dflash(), tree=TREE, draft_window=6)
+    near = block_reference(MODEL, dflash(), False, ((6, False),) * 2)
+    assert check_against(near, seen, TREE) > 100
+    with pytest.raises(AssertionError):
+        check_against(block_reference(MODEL, dflash(), False), seen, TREE)
+
+
 def test_the_embedding_may_be_read_scaled() -> None:
     drafted = []
     for scale in (None, 1.0, 6.0):
@@ -155,7 +170,7 @@ def test_the_embedding_may_be_read_scaled() -> None:
 
 def test_a_head_in_bfloat16_beside_a_float16_target() -> None:
     model = type(MODEL)(MODEL.config).to(torch.float16)
-    for strategy, head in (("block", deepspec()), ("heads", medusa())):
+    for strategy, head in (("block", deepspec()), ("block", dflash2()), ("heads", medusa())):
         output = model.generate(
             **prompts("llama", "ragged"),
             max_new_tokens=4,
@@ -186,6 +201,7 @@ class TestRefused:
             ({"aux_layers": "all"}, "aux_layers='all' must be a list"),
             ({"aux_layers": [1.5]}, "must be a list of indices"),
             ({"embedding_scale": -1}, "embedding_scale must be"),
+            ({"draft_window": 0}, "draft_window must be a whole number of at least 1"),
         ],
     )
     def test_options(self, options: dict[str, Any], match: str) -> None:

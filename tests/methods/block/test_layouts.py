@@ -12,6 +12,7 @@ import torch
 
 from hf_spec import AssistantError
 from hf_spec.adapters.published import PublishedHead, read_published
+from hf_spec.methods.block.dflash2 import PROJECTION
 from hf_spec.methods.block.head import BlockHead
 from hf_spec.methods.block.layouts import build_block_head
 from tests.feature_reference import (
@@ -22,6 +23,7 @@ from tests.feature_reference import (
     block_tensors,
     deepspec,
     dflash,
+    dflash2,
     save,
     speculators,
 )
@@ -57,6 +59,7 @@ def read(head: PublishedHead, folder: Path) -> BlockHead:
     [
         (dflash(), BLOCK - 1),
         (dflash(new=False), BLOCK - 1),
+        (dflash2(), BLOCK - 1),
         (deepspec(), BLOCK),
         (deepspec(None, confidence=False), BLOCK),
         (speculators(), BLOCK),
@@ -67,6 +70,7 @@ def read(head: PublishedHead, folder: Path) -> BlockHead:
     ids=[
         "z-lab",
         "z-lab, older",
+        "DFlash 2",
         "DSpark",
         "DeepSpec's DFlash",
         "speculators, DSpark",
@@ -156,7 +160,7 @@ def test_a_missing_list_of_layers_is_the_users_to_give() -> None:
     assert build_block_head(told, MODEL).hidden_layers == (0, 3)
 
 
-INNER = dflash().config["dflash_config"]
+INNER, DFLASH2 = (head.config["dflash_config"] for head in (dflash(), dflash2()))
 
 
 @pytest.mark.parametrize(
@@ -187,6 +191,46 @@ INNER = dflash().config["dflash_config"]
         (
             changed(dflash(), dflash_config={**INNER, "target_layer_ids": "all"}),
             "reads the layers 'all'",
+        ),
+        (
+            changed(deepspec(), quantization_config={"quant_algo": "NVFP4"}),
+            "is stored quantized (NVFP4), which is not supported",
+        ),
+        (
+            changed(deepspec(), {"layers.0.self_attn.sinks": torch.zeros(4)}),
+            "has attention sinks ('layers.0.self_attn.sinks'), which",
+        ),
+        (
+            changed(dflash(), {"layers.1.self_attn.attention_sink_bias": torch.zeros(4)}),
+            "has attention sinks ('layers.1.self_attn.attention_sink_bias'), which",
+        ),
+        (
+            changed(dflash2(), dflash_config={**DFLASH2, "selector_top_k": None}),
+            "selector_top_k=None, which must be a whole number from 1",
+        ),
+        (
+            changed(dflash2(), {"candidate_selector.successor_codebook": None}),
+            "candidate_selector.successor_codebook is missing, not (97, 6)",
+        ),
+        (
+            changed(dflash2(), {"candidate_selector.hidden_projection.weight": None}),
+            "candidate_selector.hidden_projection.weight is missing",
+        ),
+        (
+            changed(dflash2(), {"layers.1.mlp_conv.base_kernel": None}),
+            "layers.1.mlp_conv.base_kernel is missing, not (2, 2, 32)",
+        ),
+        (
+            changed(dflash2(), {"layers.0.attention_conv.base_kernel": torch.zeros(2, 32)}),
+            "layers.0.attention_conv.base_kernel is (2, 32), not (2, 1, 32)",
+        ),
+        (
+            changed(dflash2(), {"layers.0.mlp_conv.kernel_projection.weight": torch.zeros(20, 32)}),
+            "layers.0.mlp_conv.kernel_projection.weight is (20, 32), not (16, 32)",
+        ),
+        (
+            changed(dflash2(), {f"layers.0.attention_conv.{PROJECTION}": torch.zeros(20, 32)}),
+            "layers.0.attention_conv.kernel_projection.weight is (20, 32), not (4, 32)",
         ),
         (changed(dflash(), layer_types=["full_attention"]), "names 1 layer_types for 2 layers"),
         (changed(dflash(), input_embedding_scale="big"), "input_embedding_scale='big'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.feature_reference import (
     block_reference,
     deepspec,
     dflash,
+    dflash2,
     speculators,
     states_of,
 )
@@ -43,8 +45,14 @@ def sliding(**config: Any) -> PublishedHead:
     )
 
 
+def limited(head: PublishedHead, window: int) -> PublishedHead:
+    return replace(head, overrides=(("draft_window", window),))
+
+
 HEADS = {
     "z-lab": (dflash(), False, ((None, False),) * 2),
+    "DFlash 2": (dflash2(), False, ((None, False),) * 2),
+    "DFlash 2, three taps": (dflash2(taps=3), False, ((None, False),) * 2),
     "DSpark": (deepspec(), True, ((None, False),) * 2),
     "gated": (deepspec("gated"), True, ((None, False),) * 2),
     "rnn": (deepspec("rnn"), True, ((None, False),) * 2),
@@ -62,6 +70,12 @@ HEADS = {
         sliding(sliding_window_non_causal=True),
         False,
         ((WINDOW, False), (None, False)),
+    ),
+    "a draft window": (limited(dflash2(), 6), False, ((6, False),) * 2),
+    "a draft window above that of a layer": (
+        limited(sliding(), WINDOW + 2),
+        False,
+        ((WINDOW, True), (WINDOW + 2, False)),
     ),
     "causal": (sliding(is_causal=True), False, ((WINDOW, True), (None, True))),
 }
@@ -145,9 +159,10 @@ def test_prompts_are_read_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gap(*HEADS["z-lab"]) < 1e-5
 
 
-def test_steps_in_the_form_of_graphs() -> None:
+@pytest.mark.parametrize("name", ["z-lab", "DFlash 2"])
+def test_steps_in_the_form_of_graphs(name: str) -> None:
     with padded_steps():
-        assert gap(*HEADS["z-lab"]) < 1e-5
+        assert gap(*HEADS[name]) < 1e-5
 
 
 def test_a_row_begins_again() -> None:

@@ -126,6 +126,15 @@ def test_switches(name: str) -> None:
     equals_reference(build_head(head, model), reference)
 
 
+@pytest.mark.parametrize("shapes", [{}, NORMS], ids=["Llama", "Qwen3"])
+def test_a_draft_window(shapes: dict[str, Any]) -> None:
+    head, tensors = changed(shapes)
+    limited = build_head(replace(head, overrides=(("draft_window", 5),)), build("llama"))
+    equals_reference(limited, plain_torch(tensors, window=5))
+    with pytest.raises(AssertionError, match="not close"):
+        equals_reference(limited, plain_torch(tensors))
+
+
 def test_no_table_of_positions_and_scaling_survives() -> None:
     scaling = {
         "rope_type": "llama3",

@@ -1,0 +1,55 @@
+"""Exploration: when a drafter runs although it is not expected to pay.
+
+Only drafting shows whether drafts pay. A drafter that the cost model does not choose is therefore
+tried again: after a wait in proportion to the cost of the trial, which doubles with every trial
+that did not make the drafter pay. So N rounds have O(log N) trials, and the time that they lose is
+bounded by a logarithm, too. A trial is the cheapest draft. The target's own next token shows
+whether its first level is right, even if no draft node is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Rounds before the first trial, per step of the target that a trial costs.
+WAIT_PER_STEP = 32.0
+# Longest wait, as a power of two times the first one.
+MOST_DOUBLINGS = 10
+
+
+@dataclass
+class Exploration:
+    """Idle rounds and trials of one drafter in one row.
+
+    Attributes:
+        idle: rounds since the last draft.
+        trials: trials since the cost model last chose the drafter.
+        cost: cost of a trial when the drafter became idle, in steps of the target. It grows while
+            the drafter does not read the text; a wait that grew with it might never end.
+    """
+
+    idle: int = 0
+    trials: int = 0
+    cost: float = 0.0
+
+    def restart(self) -> None:
+        """Begin another text, on which the drafter may be better: shorten the wait."""
+        self.trials //= 2
+        # The drafter has not read this text.
+        self.cost = 0.0
+
+    @property
+    def needs_cost(self) -> bool:
+        """True if `is_due` reads its argument in this round."""
+        return self.idle == 0 or not self.cost
+
+    def is_due(self, cost: float) -> bool:
+        """Return True if a trial that costs `cost` steps of the target may run in this round."""
+        if self.needs_cost:
+            self.cost = cost
+        return self.idle >= WAIT_PER_STEP * self.cost * 2 ** min(self.trials, MOST_DOUBLINGS)
+
+    def record(self, chosen: bool, tried: bool) -> None:
+        """Record a round in which the cost model chose the drafter, or tried it, or neither."""
+        self.trials = 0 if chosen else self.trials + tried
+        self.idle = 0 if chosen or tried else self.idle + 1
