@@ -30,7 +30,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.forked_python import Finished, ForkedPython
-from tests.planted import drafting, engine, kernels, methods, training_and_serving
+from tests.planted import drafting, engine, four_bit, kernels, methods, training_and_serving
 from tests.planted.mutant import Mutant
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +39,7 @@ MUTANTS = (
     *drafting.MUTANTS,
     *methods.MUTANTS,
     *kernels.MUTANTS,
+    *four_bit.MUTANTS,
     *training_and_serving.MUTANTS,
 )
 # Largest share of the mistakes that only the full tier may catch.

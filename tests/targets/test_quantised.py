@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as T
+from hf_spec_kernels import launches
 from torch import nn
 
 import hf_spec
 from hf_spec import UnsupportedError
 from hf_spec.adapters.folder import BaseModel, save_adapter
+from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.backend.cpu.packed_weights import cpu_packing_bytes
 from hf_spec.backend.device.placement import dense_copy
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
@@ -108,9 +110,28 @@ def test_its_own_output_up_to_ties(kind: str, strategy: str, folder: Path, tmp_p
     call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     plain = model.generate(prompt, **call)
     arguments = speculation(folder, model, strategy, tmp_path)
+    ran = launches["four_bit_linear"]
     output = model.generate(prompt, **call, **arguments, return_dict_in_generate=True)
+    # Processors without the layout, and 8-bit layers, do without the kernel.
+    assert (launches["four_bit_linear"] > ran) == any(map(is_four_bit, model.modules()))
     stats = output.spec_stats
     assert strategy == "lookup" or stats.accepted_tokens > 0
+    assert_same_up_to_ties(model, prompt, plain[0].tolist(), output.sequences[0].tolist())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4-nested"])
+def test_weights_that_bitsandbytes_leaves_as_they_are(kind: str, folder: Path) -> None:
+    """As on processors without AVX512-BF16."""
+    model, prompt = load.__wrapped__(folder, kind), prompt_of(folder)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    plain = model.generate(prompt, **call)
+    ran = launches["four_bit_linear"]
+    output = model.generate(prompt, **call, spec_strategy="lookup", return_dict_in_generate=True)
+    assert (launches["four_bit_linear"] > ran) == any(map(is_four_bit, model.modules()))
+    assert output.spec_stats.rounds > 0
     assert_same_up_to_ties(model, prompt, plain[0].tolist(), output.sequences[0].tolist())
 
 
@@ -128,7 +149,8 @@ def test_quantised_layers_are_not_packed(kind: str, folder: Path) -> None:
     hf_spec.clear_cpu_packing()
     with install_packed_linears(model), use_packed_linears():
         changed = {name for name, m in model.named_modules() if "forward" in m.__dict__}
-        assert changed <= {"lm_head"}
+        four_bit = {name for name, m in model.named_modules() if is_four_bit(m)}
+        assert changed - four_bit <= {"lm_head"}
         assert cpu_packing_bytes() <= model.lm_head.weight.nbytes
 
 

@@ -9,10 +9,12 @@ weights that were packed once (see `packed_gemm`) the GEMM takes a half to a thi
     packed weight, padded      1 to 3     as packed; where four rows are faster than one
     (weight @ x.T).T           4 to 48    none; float32 only
     F.linear                   others     none
+    4-bit layer in place       1 to 64    none (see `four_bit`)
 
-The forms add in different order. Unchanged are classes other than `nn.Linear` (quantized layers),
-dtypes other than float32 and bfloat16, modules with an overridden forward (accelerate), autograd
-and autocast, and everything that runs outside of `use_packed_linears`, also in other threads.
+The forms add in different order, except the last with AVX512-BF16. Unchanged are other quantized
+layers, dtypes other than float32 and bfloat16, modules with an overridden forward (accelerate),
+autograd and autocast, and everything that runs outside of `use_packed_linears`, also in other
+threads.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from hf_spec_kernels.packed_linear import PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_spec.backend.cpu.four_bit import four_bit_forward, is_four_bit
 from hf_spec.backend.cpu.packed_gemm import (
     SAME_BITS,
     Packed,
@@ -103,7 +106,9 @@ class PackedLinears:
     """Linear layers of a model whose weights can be packed, during one generation."""
 
     def __init__(self, modules: Sequence[nn.Module], rounded: bool):
-        self._linears = [m for m in modules if has_fast_forward(m) or _is_suitable(m)]
+        self._linears = [
+            m for m in modules if type(m) is nn.Linear and (has_fast_forward(m) or _is_suitable(m))
+        ]
         self._rounded = rounded
         self._compare()
 
@@ -173,6 +178,8 @@ def has_fast_forward(module: nn.Module) -> TypeGuard[nn.Linear]:
 def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for linear in modules:
+        if "forward" not in vars(linear) and is_four_bit(linear):
+            forwards[linear] = _four_bit_forward(linear)
         if not _is_suitable(linear):
             continue
         if (forms := _packed_forms_for(linear)) is not None:
@@ -300,6 +307,17 @@ def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
         if bias is not None:
             output += bias
         return output.view(*input.shape[:-1], -1)
+
+    return forward
+
+
+def _four_bit_forward(module: nn.Module) -> Callable[..., Any]:
+    plain = type(module).forward
+
+    def forward(x: Tensor) -> Any:
+        fast = mode.fast and not _is_left_alone()
+        results = four_bit_forward(module, x) if fast else None
+        return plain(module, x) if results is None else results
 
     return forward
 

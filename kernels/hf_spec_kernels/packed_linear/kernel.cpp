@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../row_groups.h"
 #include "../vectors.h"
 
 #if defined(__AVX512BF16__)
@@ -70,17 +71,6 @@ struct Step<T, bfloat16> {
     }
 };
 #endif
-
-// Rows are taken in groups of almost one size, `each` of them or one more.
-struct Groups {
-    int64_t count, each, larger;
-
-    explicit Groups(int64_t rows)
-        : count((rows + MAX_ROWS - 1) / MAX_ROWS), each(rows / count), larger(rows % count) {}
-
-    int64_t begin(int64_t group) const { return group * each + std::min(group, larger); }
-    int64_t size(int64_t group) const { return each + (group < larger); }
-};
 
 // Writes sums of the block whose first output is `output` to a row of results.
 template <typename T>
@@ -272,7 +262,7 @@ void linear(const T* states, const W* weight, const T* bias, T* results, int64_t
             return tiled_linear(states, weight, bias, results, rows, inputs, outputs, threads);
 #endif
     constexpr int INPUTS = Step<T, W>::INPUTS, MULTIPLE = Step<T, W>::MULTIPLE;
-    const Groups groups(rows);
+    const Groups groups(rows, MAX_ROWS);
     const int64_t steps = (inputs + MULTIPLE - 1) / MULTIPLE * MULTIPLE / INPUTS;
     std::vector<typename Step<T, W>::State> grouped(rows * steps);
     auto to = grouped.begin();

@@ -1,0 +1,166 @@
+// Linear layers of a few rows with 4-bit weights in the layout that bitsandbytes uses on processors
+// with AVX512-BF16. Of every 32 outputs and two inputs the 64 codes lie in 32 bytes: the low halves
+// belong to the first 16 outputs, the high halves to the others. Codes are expanded once for all
+// rows of a group; sums of one scale block are multiplied by its scale, in the order of the inputs.
+
+#include <vector>
+
+#include "../row_groups.h"
+#include "../vectors.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define HAS_PAIRS
+#endif
+
+namespace {
+
+constexpr int OUTPUTS = 32, HALF = OUTPUTS / 2;
+// Two registers a row; a quarter is for codes, the table and states.
+constexpr int MAX_ROWS = 12;
+// Distance in bytes of the codes that are prefetched.
+constexpr int AHEAD = 2048;
+
+#if defined(HAS_PAIRS)
+using Sums = __m512;
+
+struct Table {
+    __m512i values;
+
+    explicit Table(const uint16_t* table)
+        : values(_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table)))) {}
+
+    // Values of 16 outputs by two inputs, two times.
+    void expand(const uint8_t* codes, __m512bh (&pairs)[2]) const {
+        const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+        // Only the low five bits select; both halves of `values` are the same.
+        const __m512i low = _mm512_and_si512(wide, _mm512_set1_epi16(15));
+        pairs[0] = (__m512bh)_mm512_permutexvar_epi16(low, values);
+        pairs[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(wide, 4), values);
+    }
+};
+
+using Pairs = __m512bh;
+
+inline Sums add(Sums sums, uint32_t states, Pairs pairs) {
+    return _mm512_dpbf16_ps(sums, (__m512bh)_mm512_set1_epi32(static_cast<int>(states)), pairs);
+}
+
+inline Sums scaled(Sums sums, Sums part, const uint16_t* scales) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
+    return _mm512_fmadd_ps(part, (__m512)_mm512_slli_epi32(bits, 16), sums);
+}
+#else
+typedef float Sums __attribute__((vector_size(4 * HALF)));
+
+struct Pairs {
+    Sums first, second;
+};
+
+struct Table {
+    float values[16];
+
+    explicit Table(const uint16_t* table) {
+        for (int i = 0; i < 16; ++i) values[i] = widened(bfloat16{table[i]});
+    }
+
+    void expand(const uint8_t* codes, Pairs (&pairs)[2]) const {
+        for (int i = 0; i < HALF; ++i) {
+            const uint8_t first = codes[2 * i], second = codes[2 * i + 1];
+            pairs[0].first[i] = values[first & 15];
+            pairs[0].second[i] = values[second & 15];
+            pairs[1].first[i] = values[first >> 4];
+            pairs[1].second[i] = values[second >> 4];
+        }
+    }
+};
+
+inline Sums add(Sums sums, uint32_t states, const Pairs& pairs) {
+    const float first = widened(bfloat16{static_cast<uint16_t>(states)});
+    const float second = widened(bfloat16{static_cast<uint16_t>(states >> 16)});
+    return sums + pairs.second * second + pairs.first * first;
+}
+
+inline Sums scaled(Sums sums, Sums part, const uint16_t* scales) {
+    for (int i = 0; i < HALF; ++i) sums[i] += part[i] * widened(bfloat16{scales[i]});
+    return sums;
+}
+#endif
+
+// What one call computes. States are pairs of inputs; of a group of rows, one pair of all its rows
+// lies after the other.
+struct Product {
+    const uint32_t* states;
+    const uint8_t* codes;
+    const uint16_t* scales;
+    bfloat16* results;
+    Table table;
+    Groups groups;
+    // Pairs of inputs: all, and those of one scale.
+    int64_t steps, block, outputs;
+
+    // ROWS rows from `row` on times the 32 outputs from `output` on.
+    template <int ROWS>
+    void tile(int64_t row, int64_t output) const {
+        Sums sums[ROWS][2] = {};
+        const uint32_t* mine = states + row * steps;
+        const uint8_t* from = codes + output * steps;
+        const uint16_t* scale = scales + output;
+        for (int64_t begin = 0; begin < steps; begin += block, scale += outputs) {
+            Sums part[ROWS][2] = {};
+            for (int64_t step = 0; step < block; ++step, mine += ROWS, from += OUTPUTS) {
+                Pairs pairs[2];
+                __builtin_prefetch(from + AHEAD);
+                table.expand(from, pairs);
+                for (int r = 0; r < ROWS; ++r)
+                    for (int v = 0; v < 2; ++v) part[r][v] = add(part[r][v], mine[r], pairs[v]);
+            }
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < 2; ++v) sums[r][v] = scaled(sums[r][v], part[r][v], scale + v * HALF);
+        }
+        for (int r = 0; r < ROWS; ++r) {
+            float found[OUTPUTS];
+            std::memcpy(found, sums[r], sizeof found);
+            bfloat16* to = results + (row + r) * outputs + output;
+            for (int i = 0; i < OUTPUTS; ++i) narrow(found[i], to[i]);
+        }
+    }
+
+    template <int ROWS = MAX_ROWS>
+    void tiles(int64_t row, int64_t output, int64_t count) const {
+        if constexpr (ROWS > 1)
+            if (count < ROWS) return tiles<ROWS - 1>(row, output, count);
+        tile<ROWS>(row, output);
+    }
+
+    void run(int threads) const {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int64_t output = 0; output < outputs; output += OUTPUTS)
+            // For groups after the first the codes are in the cache.
+            for (int64_t group = 0; group < groups.count; ++group)
+                tiles(groups.begin(group), output, groups.size(group));
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// `outputs` is a multiple of 32 and `inputs` of `block`, which is even.
+void four_bit_linear(const uint16_t* states, const uint8_t* codes, const uint16_t* scales, const uint16_t* table,
+                     bfloat16* results, int64_t rows, int64_t inputs, int64_t outputs, int64_t block, int threads) {
+    if (rows == 0) return;
+    const Groups groups(rows, MAX_ROWS);
+    const int64_t steps = inputs / 2;
+    std::vector<uint32_t> grouped(rows * steps);
+    auto to = grouped.begin();
+    for (int64_t group = 0; group < groups.count; ++group) {
+        const uint16_t* from = states + groups.begin(group) * inputs;
+        for (int64_t step = 0; step < steps; ++step)
+            for (int64_t r = 0; r < groups.size(group); ++r)
+                std::memcpy(&*to++, from + r * inputs + 2 * step, sizeof(uint32_t));
+    }
+    Product{grouped.data(), codes, scales, results, Table(table), groups, steps, block / 2, outputs}.run(threads);
+}
+
+}  // extern "C"
