@@ -23,7 +23,7 @@ from tests.adapters.samples import METHODS, fresh_model, sample, save_sample
 EXAMPLES = Path(__file__).parents[2] / "examples/adapters"
 # The others are heads in the layout of those that others publish.
 ADAPTERS = sorted(file.parent for file in EXAMPLES.glob("*/adapter_config.json"))
-# Hub id and licence by how the names of the shipped adapters begin.
+# Hub id and license by how the names of the shipped adapters begin.
 BASES = {
     "smollm2-135m": (SMOLLM2.hub_id, "apache-2.0"),
     "gemma-3-270m": (GEMMA3.hub_id, "gemma"),
@@ -31,7 +31,7 @@ BASES = {
 
 
 def base_of(folder: Path) -> tuple[str, str]:
-    """Hub id and licence of a shipped adapter's base."""
+    """Hub id and license of a shipped adapter's base."""
     return next(base for begin, base in BASES.items() if folder.name.startswith(begin))
 
 

@@ -67,7 +67,7 @@ def test_the_name_in_a_head_stays_and_its_config_is_read(target: str, tmp_path: 
     assert verifier == {"name_or_path": "org/other", "architectures": ["LlamaForCausalLM"]}
 
 
-def test_the_licence_of_a_repository_is_named(
+def test_the_license_of_a_repository_is_named(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Path(changed(heads.sample().folder, tmp_path / "source"))
@@ -91,14 +91,14 @@ def test_the_licence_of_a_repository_is_named(
     assert "from `head`, whose license applies (mit)" in card
 
 
-def test_a_card_that_is_no_yaml_names_no_licence(target: str, tmp_path: Path) -> None:
+def test_a_card_that_is_no_yaml_names_no_license(target: str, tmp_path: Path) -> None:
     source = Path(changed(heads.sample().folder, tmp_path / "my-head"))
     (source / "README.md").write_text("---\nlicense: [mit\n---\n")
     export_head(str(source), tmp_path / "out", "vllm", target)
     assert "whose license applies." in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_the_card_has_source_licence_and_command(target: str, tmp_path: Path) -> None:
+def test_the_card_has_source_license_and_command(target: str, tmp_path: Path) -> None:
     source = Path(changed(heads.sample().folder, tmp_path / "my-head"))
     (source / "README.md").write_text("---\nlicense: mit\n---\n")
     command = export_head(source, tmp_path / "out", "sglang", target)

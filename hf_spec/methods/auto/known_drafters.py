@@ -77,7 +77,7 @@ class KnownDrafter:
         family: kind of drafter, by its common name; empty if unknown.
         strategy: value for `spec_strategy=`; empty if no strategy supports it.
         targets: names of supported target models, without owners.
-        licence: license of the weights; "its card" if only the model card states one.
+        license: license of the weights; "its card" if only the model card states one.
         pickled: True if it is published as a pickle, which must be converted first.
         problem: reason why it cannot be used; empty for all entries of the table.
     """
@@ -86,7 +86,7 @@ class KnownDrafter:
     family: str
     strategy: str
     targets: tuple[str, ...]
-    licence: str
+    license: str
     pickled: bool
     problem: str = ""
 
@@ -157,7 +157,7 @@ def _looks_like_drafter(info: Any) -> bool:
 
 def _listed_drafter(info: Any, target: str) -> KnownDrafter:
     files = {sibling.rfilename for sibling in info.siblings or ()}
-    licences = [tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")]
+    licenses = [tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")]
     family, strategy, problem = _classify(info, files)
     has_safetensors = any(file.endswith(".safetensors") for file in files)
     pickled = not has_safetensors and any(file.endswith(tuple(PICKLES)) for file in files)
@@ -168,7 +168,7 @@ def _listed_drafter(info: Any, target: str) -> KnownDrafter:
         family=FAMILIES.get(family, family),
         strategy=strategy,
         targets=(target.rpartition("/")[2],),
-        licence=licences[0] if licences else ITS_CARD,
+        license=licenses[0] if licenses else ITS_CARD,
         pickled=pickled,
         problem=problem,
     )

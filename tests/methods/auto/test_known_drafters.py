@@ -38,7 +38,7 @@ def test_the_table() -> None:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", drafter.repo)
         assert drafter.targets
         assert all("/" not in target for target in drafter.targets)
-        assert drafter.licence
+        assert drafter.license
         assert drafter.family
 
 
