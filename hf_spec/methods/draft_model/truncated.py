@@ -17,6 +17,8 @@ from hf_spec.engine.models.support_checks import takes_images
 
 # "truncated:N" names the target's first N layers; no Hub id has a colon.
 PREFIX = "truncated:"
+# Linear layers of a gated MLP; the last one reads the neurons.
+GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -118,12 +120,51 @@ def own_copy(part: PreTrainedModel) -> PreTrainedModel:
     return part
 
 
-def last_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
-    """Return a text model with copies of the last `count` layers of `target`."""
+def last_layers(
+    target: PreTrainedModel, count: int, mlp_size: int | None = None
+) -> PreTrainedModel:
+    """Return a text model with copies of the last `count` layers of `target`.
+
+    `mlp_size` limits the width of their MLPs to the neurons with the largest weights.
+    """
     depth = target.config.get_text_config().num_hidden_layers
     whole: Any = with_layers(target, range(depth - count, depth))
     # Image models have a text model beside the vision tower.
-    return own_copy(whole.get_decoder() if takes_images(target) else without_head(whole))
+    part = own_copy(whole.get_decoder() if takes_images(target) else without_head(whole))
+    if mlp_size is not None:
+        mlps = [module.mlp for module in part.modules() if hasattr(module, "mlp")]
+        if len(mlps) != count:
+            raise UnsupportedError(
+                f"mlp_size={mlp_size}: {type(target).__name__} has layers without `mlp`; leave "
+                "mlp_size out"
+            )
+        for mlp in mlps:
+            _narrow_mlp(mlp, mlp_size)
+        part.config.get_text_config().intermediate_size = mlp_size
+    return part
+
+
+@torch.no_grad()
+def _narrow_mlp(mlp: Any, size: int) -> None:
+    """Keep the `size` neurons of a gated MLP whose weights have the largest norms."""
+    parts = [getattr(mlp, name, None) for name in GATED_MLP]
+    if not all(isinstance(part, nn.Linear) for part in parts):
+        raise UnsupportedError(
+            f"mlp_size={size}: {type(mlp).__name__} is not a gated MLP of linear layers; leave "
+            "mlp_size out"
+        )
+    into, out = [part.weight for part in parts[:2]], parts[2].weight
+    if size > out.shape[1]:
+        raise OptionError(f"mlp_size={size}: the target's MLPs have only {out.shape[1]} neurons")
+    norms = [weight.float().norm(dim=1) for weight in (*into, out.T)]
+    kept = torch.stack(norms).prod(dim=0).topk(size).indices.sort().values
+    for part in parts[:2]:
+        part.weight = nn.Parameter(part.weight[kept].clone())
+        if part.bias is not None:
+            part.bias = nn.Parameter(part.bias[kept].clone())
+        part.out_features = size
+    parts[2].weight = nn.Parameter(out[:, kept].clone())
+    parts[2].in_features = size
 
 
 def _copy_unshared(module: nn.Module, shared: set[int], dtype: torch.dtype) -> None:

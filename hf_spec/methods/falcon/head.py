@@ -80,7 +80,7 @@ class FalconHead(PairHead):
         self.options: dict[str, Any] = {}
         self.hidden_size: int = config.hidden_size
         self.base = BaseModel.of(target)
-        stack = last_layers(target, shape.num_layers)
+        stack = last_layers(target, shape.num_layers, shape.mlp_size)
         _renumber(stack, depth - shape.num_layers)
         self.attention: Any = stack
         self.head = FewTokensHead(target.get_output_embeddings(), vocabulary)

@@ -25,6 +25,7 @@ class FalconShape(Settings):
             resets it at every pair.
         fused: also read three earlier hidden states of the target. So does EAGLE-3 (Li et al. 2025,
             arXiv 2503.01840); the paper reads the last one.
+        mlp_size: width of the layers' MLPs. Default: the target's.
         dropout: dropout between the LSTM layers, in training.
     """
 
@@ -34,6 +35,7 @@ class FalconShape(Settings):
     num_layers: Count = 1
     recurrent: bool = False
     fused: bool = False
+    mlp_size: Count | None = None
     dropout: Internal[Share] = 0.1
 
     def __post_init__(self) -> None:

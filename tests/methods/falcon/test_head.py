@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_spec import AssistantError, OptionError
+from hf_spec import AssistantError, OptionError, UnsupportedError
 from hf_spec.adapters.folder import load_adapter, save_adapter
 from hf_spec.methods.falcon.head import FalconHead, FalconShape, block_mask
 from tests.falcon_reference import random_head
@@ -155,19 +155,25 @@ class TestMixers:
 
 class TestAdapter:
     @pytest.mark.parametrize(
-        ("fused", "recurrent", "vocabulary"),
+        ("fused", "recurrent", "mlp_size", "vocabulary"),
         [
-            (False, False, None),
-            (True, False, torch.tensor([2, 5, 11, 40])),
-            (False, True, torch.tensor([2, 5, 11, 40])),
-            (True, True, None),
+            (False, False, None, None),
+            (True, False, 5, torch.tensor([2, 5, 11, 40])),
+            (False, True, None, torch.tensor([2, 5, 11, 40])),
+            (True, True, None, None),
         ],
     )
     def test_save_and_load(
-        self, tmp_path: Path, fused: bool, recurrent: bool, vocabulary: Any
+        self,
+        tmp_path: Path,
+        fused: bool,
+        recurrent: bool,
+        mlp_size: int | None,
+        vocabulary: Any,
     ) -> None:
         model = build("llama")
-        head = FalconHead(model, FalconShape(3, 1, recurrent, fused), vocabulary).eval()
+        shape = FalconShape(3, 1, recurrent, fused, mlp_size)
+        head = FalconHead(model, shape, vocabulary).eval()
         with torch.no_grad():
             if head.earlier is not None:
                 head.earlier.up.weight.normal_()
@@ -223,6 +229,28 @@ class TestAdapter:
     def test_shapes(self, shape: dict[str, int]) -> None:
         with pytest.raises(OptionError, match=next(iter(shape))):
             FalconShape(**shape)
+
+    def test_the_strongest_neurons_are_kept(self) -> None:
+        model = copy.deepcopy(build("llama"))
+        mlp, width = model.model.layers[-1].mlp, model.config.intermediate_size
+        strongest = [1, 4, width - 1]
+        with torch.no_grad():
+            for weight in (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T):
+                weight[strongest] *= 10
+        head = FalconHead(model, FalconShape(mlp_size=3), None)
+        kept = head.attention.layers[0].mlp
+        assert torch.equal(kept.gate_proj.weight, mlp.gate_proj.weight[strongest])
+        assert torch.equal(kept.up_proj.weight, mlp.up_proj.weight[strongest])
+        assert torch.equal(kept.down_proj.weight, mlp.down_proj.weight[:, strongest])
+        assert model.config.intermediate_size == width
+
+    def test_more_neurons_than_the_target(self) -> None:
+        with pytest.raises(OptionError, match="mlp_size=999: the target's MLPs have only"):
+            FalconHead(build("llama"), FalconShape(mlp_size=999), None)
+
+    def test_other_mlps_are_not_narrowed(self) -> None:
+        with pytest.raises(UnsupportedError, match="mlp_size=3: GPTNeoXMLP is not a gated MLP"):
+            FalconHead(build("gpt_neox"), FalconShape(mlp_size=3), None)
 
     def test_more_layers_than_the_target(self) -> None:
         with pytest.raises(OptionError, match="has only 3 layers"):
