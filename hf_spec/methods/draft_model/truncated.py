@@ -147,7 +147,7 @@ def last_layers(
 @torch.no_grad()
 def _narrow_mlp(mlp: Any, size: int) -> None:
     """Keep the `size` neurons of a gated MLP whose weights have the largest norms."""
-    parts = [getattr(mlp, name, None) for name in GATED_MLP]
+    parts: list[Any] = [getattr(mlp, name, None) for name in GATED_MLP]
     if not all(isinstance(part, nn.Linear) for part in parts):
         raise UnsupportedError(
             f"mlp_size={size}: {type(mlp).__name__} is not a gated MLP of linear layers; leave "
