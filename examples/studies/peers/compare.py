@@ -3,8 +3,8 @@
     python -m examples.studies.peers.compare --model MODEL --threads 1 --processor-time \
         --strategy auto --strategy lookup --strategy falcon \
         --assistant examples/adapters/smollm2-135m-falcon --per-task 4 --new-tokens 48 --repeats 2 \
-        --peer "openvino=PYTHON examples/studies/peers/openvino_peer.py FOLDER" \
-        --peer "openvino lookup=PYTHON examples/studies/peers/openvino_peer.py FOLDER --lookup"
+        --peer "openvino=PYTHON -m examples.studies.peers.openvino_peer FOLDER" \
+        --peer "openvino lookup=PYTHON -m examples.studies.peers.openvino_peer FOLDER --lookup"
 
 How it is measured, and how a command goes on: `full_table.by_prompt`. The processor seconds of a
 peer are those of its own process (`peer`, `openvino_peer`).

