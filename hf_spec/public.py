@@ -27,6 +27,7 @@ from hf_spec.methods.auto.known_drafters import KnownDrafter, heads_for
 from hf_spec.methods.builtin import *  # noqa: F403 - the configs
 from hf_spec.methods.draft_model.truncated import truncated_draft
 from hf_spec.methods.lookup.answer_store import LookupStore
+from hf_spec.methods.refreshing import HeadRefresher
 from hf_spec.methods.registry import known_strategies, register
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Drafter",
     "ForwardOutput",
     "GenerationState",
+    "HeadRefresher",
     "HubError",
     "KnownDrafter",
     "LookupStore",

@@ -137,6 +137,8 @@ class Training:
             of several layers; None if it reads none.
         options: further options of the command.
         several_files: True if --responses may be repeated.
+        online: "module:function" of the training beside the target; takes target and assistant,
+            returns an `OnlineTraining`. None if there is none.
     """
 
     name: str
@@ -150,6 +152,7 @@ class Training:
     features: Literal["last", "fused"] | None = None
     options: type[Settings] | None = None
     several_files: bool = True
+    online: str | None = None
 
     @property
     def data_options(self) -> type[Settings] | None:

@@ -118,7 +118,8 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
             group["lr"] = settings.rate(step, num_steps)
         start = time.perf_counter()
         share = batches[accelerator.process_index :: accelerator.num_processes]
-        total, tokens = _step(accelerator, optimizer, trained, map(loss, share), settings.clip)
+        losses = map(loss, share)
+        total, tokens = optimizer_step(accelerator, optimizer, trained, losses, settings.clip)
         last = step + 1 == num_steps
         row: dict[str, float] = {"step": step + 1, "loss": total / max(tokens, 1)}
         if last or (step + 1) % settings.evaluate_every == 0:
@@ -137,6 +138,31 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
     accelerator.wait_for_everyone()
     # A finished run that is started again takes no step.
     return figures if done < num_steps else evaluate()
+
+
+def optimizer_step(
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    losses: Iterable[Loss],
+    clip: float = 1.0,
+) -> tuple[float, int]:
+    """Take one optimizer step; return the summed loss and the tokens of all processes."""
+    # MPS has no float64.
+    dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
+    counts = torch.zeros(2, device=accelerator.device, dtype=dtype)
+    for value, tokens in losses:
+        accelerator.backward(value)
+        counts += torch.tensor([float(value.detach()), tokens]).to(counts)
+    counts = accelerator.reduce(counts, "sum")
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = accelerator.reduce(parameter.grad, "sum") / max(float(counts[1]), 1.0)
+    nn.utils.clip_grad_norm_(parameters, clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(counts[0]), int(counts[1])
 
 
 def processes() -> PartialState:
@@ -164,31 +190,6 @@ def _check_whole(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -
             f"sharded training ({kind}) is not supported: each process needs all trained weights; "
             "start data-parallel processes with torchrun or accelerate launch --multi_gpu"
         )
-
-
-def _step(
-    accelerator: Accelerator,
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
-    losses: Iterable[Loss],
-    clip: float,
-) -> tuple[float, int]:
-    """Take one optimizer step; return the summed loss and the tokens of all processes."""
-    # MPS has no float64.
-    dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
-    counts = torch.zeros(2, device=accelerator.device, dtype=dtype)
-    for value, tokens in losses:
-        accelerator.backward(value)
-        counts += torch.tensor([float(value.detach()), tokens]).to(counts)
-    counts = accelerator.reduce(counts, "sum")
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad = accelerator.reduce(parameter.grad, "sum") / max(float(counts[1]), 1.0)
-    nn.utils.clip_grad_norm_(parameters, clip)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(counts[0]), int(counts[1])
 
 
 def shuffled_batches(

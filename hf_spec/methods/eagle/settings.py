@@ -49,6 +49,7 @@ TRAINING = Training(
     features="fused",
     options=StartOptions,
     function="hf_spec.methods.eagle.training:run_training",
+    online="hf_spec.methods.eagle.training:online_training",
     result="the head",
     strategy="eagle",
     help="""Train an EAGLE-3 head, in the layout of vLLM's speculators.

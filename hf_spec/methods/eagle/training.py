@@ -31,17 +31,19 @@ from hf_spec.common.compat import CACHE_NAME
 from hf_spec.common.errors import OptionError
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.draft_model.truncated import last_layers
-from hf_spec.methods.eagle.head import EagleHead, build
+from hf_spec.methods.eagle.head import STRATEGY, EagleHead, build
 from hf_spec.methods.eagle.layouts import Layout, Verifier, for_vllm
 from hf_spec.methods.eagle.settings import EAGLE_RUN, EagleTrainSettings
 from hf_spec.methods.eagle.spec import canonical_names, read_spec
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, check_plain_head
 from hf_spec.methods.feature_pairs.training_pairs import Pairs, cut_prompt, read_pairs
+from hf_spec.methods.loading import resolve_published
 from hf_spec.training.answers import learned_from
-from hf_spec.training.features import Text, fused_layers, num_features
+from hf_spec.training.features import LAST, Text, fused_layers, num_features
 from hf_spec.training.held_out import acceptance, learned_and_held
 from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.responses import answer_vocabulary
+from hf_spec.training.rollouts import OnlineTraining
 from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import MicroBatch, micro_batches, processes, train
 
@@ -117,6 +119,19 @@ def train_eagle(
         card = _card(base_name(model), folder, metrics)
         write_published(folder, config, tensors, card)
     return metrics
+
+
+def online_training(model: PreTrainedModel, assistant: Any) -> OnlineTraining:
+    """Return how an EAGLE-3 head learns from rollouts of `model`."""
+    check_plain_head(model)
+    head: EagleHead = resolve_published(STRATEGY, assistant, model, ("eagle3",))
+    settings = EagleTrainSettings(max_context=None)
+    return OnlineTraining(
+        head=head,
+        layers=(*head.hidden_layers, *LAST),
+        trained=lambda: list(head.attention.parameters()),
+        make_loss=lambda: StepsLoss(head, model, settings),
+    )
 
 
 def new_head(
@@ -200,7 +215,7 @@ class StepsLoss:
         self.head, self.target, self.settings = head, target, settings
         vocabulary = head.head.vocabulary
         self.teacher = FewTokensHead(target.get_output_embeddings(), vocabulary)
-        self.layers = fused_layers(target)
+        self.layers = (*head.hidden_layers, *LAST)
 
     def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
         """Return the loss summed over the learned positions, and their number."""

@@ -130,6 +130,7 @@ TRAINING = Training(
     features="last",
     options=StartOptions,
     function="hf_spec.methods.falcon.training:run_training",
+    online="hf_spec.methods.falcon.training:online_training",
     result="the adapter",
     strategy="falcon",
     help="""Train a Falcon head, which drafts several tokens in one pass.

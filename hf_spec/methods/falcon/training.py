@@ -19,8 +19,14 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.common.errors import OptionError
 from hf_spec.methods.falcon.csgd import GlancingLoss
+from hf_spec.methods.falcon.drafter import resolve_falcon_head
 from hf_spec.methods.falcon.head import METHOD, FalconHead
-from hf_spec.methods.falcon.settings import FALCON_RUN, FalconShape, FalconTrainSettings
+from hf_spec.methods.falcon.settings import (
+    FALCON_RUN,
+    CsgdSettings,
+    FalconShape,
+    FalconTrainSettings,
+)
 from hf_spec.methods.feature_pairs.draft_head import check_plain_head
 from hf_spec.methods.feature_pairs.training_pairs import cut_prompt, read_pairs
 from hf_spec.training.answers import learned_from
@@ -28,6 +34,7 @@ from hf_spec.training.features import LAST, Text, fused_layers, num_features, te
 from hf_spec.training.held_out import acceptance, learned_and_held
 from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.responses import answer_vocabulary
+from hf_spec.training.rollouts import OnlineTraining
 from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import micro_batches, mixed_precision, save_trained, train
 
@@ -90,6 +97,26 @@ def train_falcon(
     figures = train(head.trained(), loss, epochs, run, folder / "training", evaluate, inputs)
     record = {"training": {**facts, **asdict(run)}, "held_back": figures}
     return save_trained(folder, head.to_adapter({"max_depth": settings.max_depth, **record}))
+
+
+def online_training(model: PreTrainedModel, assistant: Any) -> OnlineTraining:
+    """Return how a Falcon head learns from rollouts of `model`."""
+    check_plain_head(model)
+    head = resolve_falcon_head(assistant, model)
+    settings = CsgdSettings(schedule="off", noise="off", soft_weight=1.0, hard_weight=0.1)
+
+    def make_loss() -> GlancingLoss:
+        # A vocabulary has copies of rows of the target's output head.
+        head.head.read_rows(model.get_output_embeddings())
+        features = torch.ones(head.hidden_size)
+        return GlancingLoss(head, model, settings, 1, features)
+
+    return OnlineTraining(
+        head=head,
+        layers=head.hidden_layers,
+        trained=lambda: list(head.trained().values()),
+        make_loss=make_loss,
+    )
 
 
 def _new_head(

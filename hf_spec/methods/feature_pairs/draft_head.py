@@ -57,14 +57,22 @@ class FewTokensHead(nn.Module):
             weight = weight_rows(head, vocabulary)
             vocabulary = vocabulary.to(weight.device)
             self.size = len(vocabulary)
-            bias = getattr(head, "bias", None)
+            has_bias = getattr(head, "bias", None) is not None
             self.scores = nn.Linear(
-                width, self.size, bias=bias is not None, device=weight.device, dtype=weight.dtype
+                width, self.size, bias=has_bias, device=weight.device, dtype=weight.dtype
             )
-            self.scores.requires_grad_(False).weight.copy_(weight)
-            if bias is not None:
-                self.scores.bias.copy_(bias.detach()[vocabulary])
+            self.scores.requires_grad_(False)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
+        self.read_rows(head)
+
+    @torch.no_grad()
+    def read_rows(self, head: Any) -> None:
+        """Copy the rows of `head`, the target's output head, again; a shared one stays."""
+        if self.vocabulary is None:
+            return
+        self.scores.weight.copy_(weight_rows(head, self.vocabulary))
+        if self.scores.bias is not None:
+            self.scores.bias.copy_(head.bias.detach()[self.vocabulary])
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Return (..., R) logits of the vocabulary of (..., hidden size)."""
@@ -161,6 +169,7 @@ class PairHead(nn.Module):
         attention: the model that has its layers.
         mask_pair: token id and (1, H) feature that stand for a token to come, after the newest true
             pair; None if a draft takes several passes.
+        recorder: keeps the texts that it drafts for, see `RolloutRecorder`; None to keep none.
     """
 
     hidden_layers: tuple[int, ...] = (-1,)
@@ -169,6 +178,7 @@ class PairHead(nn.Module):
     head: Any
     attention: Any
     mask_pair: tuple[int, Tensor] | None = None
+    recorder: Any = None
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """Return the (T, H) features of the (T, ...) states of `hidden_layers`."""

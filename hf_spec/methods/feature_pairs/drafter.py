@@ -52,7 +52,8 @@ class PairDrafter(LevelDrafter):
     ):
         super().__init__(config, policy, shape)
         self.head = head
-        self.hidden_layers = tuple(dict.fromkeys(head.hidden_layers))
+        recorded = () if head.recorder is None else head.recorder.layers
+        self.hidden_layers = tuple(dict.fromkeys((*head.hidden_layers, *recorded)))
         self._one_pass = head.mask_pair is not None
         self._num_masks = self.max_depth - 1 if self._one_pass else 0
 
@@ -98,6 +99,9 @@ class PairDrafter(LevelDrafter):
         """Add the features of the root and the accepted nodes, and update the policy."""
         super().observe(verdict, output)
         kept_places = output.committed_indices(verdict)
+        state, recorder = self._generation, self.head.recorder
+        if recorder is not None and state is not None:
+            recorder.record(state.tokens, state.generated, kept_places, output)
         rows = [self._rows[row] for row in kept_places]
         for row in rows:
             if row.first < 0:
