@@ -87,7 +87,7 @@ def measure(
         num_generations=SAMPLES,
         max_completion_length=NEW_TOKENS,
         # Rollouts of equal length, whatever was drawn.
-        generation_kwargs={"do_sample": not greedy, "min_new_tokens": NEW_TOKENS},
+        generation_kwargs={"min_new_tokens": NEW_TOKENS},
     )
     prompts = [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS]
     trainer = GRPOTrainer(
@@ -101,6 +101,12 @@ def measure(
     own, rollouts = policy.generate, list[dict[str, Any]]()
 
     def generate(*given: Any, **settings: Any) -> Any:
+        rollout = own(*given, **settings)
+        if greedy:
+            # The training goes on with samples, of which equal ones would teach nothing.
+            config = copy.deepcopy(settings.pop("generation_config"))
+            config.do_sample = False
+            settings["generation_config"] = config
         found, row, names = dict[str, Any](), dict[str, Any](), list(contenders)
         turn = len(rollouts) % len(names)
         for name in [*names[turn:], *names[:turn]]:
@@ -110,9 +116,10 @@ def measure(
             row[name] = {"seconds": round(time.process_time() - start, 3)}
             if stats:
                 row[name]["tau"] = round(stats[0].tau, 3)
-            row[name]["same"] = torch.equal(found[name], found.get("plain", found[name]))
+        for name in names:
+            row[name]["same"] = torch.equal(found[name], found["plain"])
         rollouts.append(row)
-        return found["plain"]
+        return rollout
 
     object.__setattr__(policy, "generate", generate)
     trainer.train()
@@ -148,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--head-rate", type=float, default=1e-4)
     options = parser.parse_args()
     torch.set_num_threads(1)
