@@ -147,7 +147,9 @@ MUTANTS = (
         file="hf_spec/methods/refreshing.py",
         old="[parameter.detach().float() for parameter in self._parameters]",
         new="[parameter.detach().clone() for parameter in self._parameters]",
-        tests=("tests/methods/test_refreshing.py::test_half_precision_weights_are_trained_in_float32",),
+        tests=(
+            "tests/methods/test_refreshing.py::test_half_precision_weights_are_trained_in_float32",
+        ),
     ),
     Mutant(
         "stored results of other weights are used",
