@@ -2,6 +2,9 @@
 
 from importlib.metadata import version as installed_version
 
+# Adds the methods of GenerationMixin that a page describes, also if no other page is read.
+import hf_spec  # noqa: F401
+
 project = "hf-spec"
 version = release = installed_version("hf-spec")
 html_title = f"hf-spec {version}"

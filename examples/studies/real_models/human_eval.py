@@ -1,0 +1,184 @@
+"""HumanEval, problem by problem: speed of strategies, and which answers pass the tests.
+
+    python -m examples.studies.real_models.human_eval --model TARGET --dtype bfloat16 \
+        --problems HumanEval.jsonl.gz --strategy none --strategy lookup --strategy gsd@DRAFT \
+        --out human_eval.json
+
+The problems are those of OpenAI (github.com/openai/human-eval, MIT license); the Python package
+human-eval has the file, too. Plain `generate()` and the strategies run in rotating order on every
+problem. The record is written after each one, and the same command continues it. Answers begin by
+copying the prompt, which is easy to draft; with --after-copy, they begin after the copy. Programs
+run in `examples.studies.sdsat.sandbox`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from examples.studies import timing
+from examples.studies.full_table import by_prompt
+from examples.studies.sdsat.sandbox import run_program
+from examples.studies.sdsat.task_quality import code_of
+from hf_spec.common.prompts import Prompt
+from hf_spec.evaluation.bench.contenders import Contender
+from hf_spec.evaluation.bench.tables import Table
+from hf_spec.evaluation.lossless.mismatch import differences
+
+QUESTION = "Complete the following Python function.\n\n```python\n{prompt}```"
+# Beginning of an answer that copies the prompt.
+COPY = "```python\n{prompt}"
+WARM_UP_TOKENS = 16
+
+
+def read_problems(path: Path) -> list[dict[str, Any]]:
+    """Return the problems of a file of JSON lines, which may be compressed."""
+    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def passes(problem: dict[str, Any], answer: str) -> bool:
+    """Return True if the code of an answer passes the tests of its problem."""
+    # The prompt has imports and helpers, which the answer may leave out.
+    parts = [problem["prompt"] + "    pass", code_of(answer), problem["test"]]
+    check = f"check({problem['entry_point']})"
+    return run_program("\n\n".join([*parts, check])).passed
+
+
+def encode(tokenizer: Any, problem: dict[str, Any], after_copy: bool) -> Tensor:
+    """Return the (1, L) ids of a problem in the chat template, maybe with the copied prompt."""
+    ids = Prompt("", "code", (QUESTION.format(**problem),)).encode(tokenizer)
+    if not after_copy:
+        return ids
+    copied = tokenizer(
+        COPY.format(**problem).rstrip(), return_tensors="pt", add_special_tokens=False
+    )
+    return torch.cat([ids, copied.input_ids], dim=1)
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    contenders: Sequence[Contender],
+    problem: dict[str, Any],
+    turn: int,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Run every contender on a problem; return times, tokens, tau, answers, and differences."""
+    new_tokens = options.new_tokens
+    ids = encode(tokenizer, problem, options.after_copy)
+    begun = COPY.format(**problem).rstrip() if options.after_copy else ""
+    runs, results = dict[str, list[int]](), dict[str, dict[str, Any]]()
+    start = turn % len(contenders)
+    for contender in [*contenders[start:], *contenders[:start]]:
+        began = time.perf_counter()
+        run = contender.run(ids, new_tokens, torch.ones_like(ids))
+        seconds = time.perf_counter() - began
+        runs[contender.name] = run.sequence.tolist()
+        results[contender.name] = {
+            "seconds": round(seconds, 4),
+            "new_tokens": len(runs[contender.name]) - ids.shape[1],
+            "tau": run.stats and round(run.stats.tau, 3),
+        }
+    plain = runs[contenders[0].name]
+    for contender in contenders:
+        tokens, result = runs[contender.name], results[contender.name]
+        text = begun + tokenizer.decode(tokens[ids.shape[1] :], skip_special_tokens=True)
+        found = differences(model, ids, plain, tokens, new_tokens)
+        result |= {
+            "passed": passes(problem, text),
+            "equals_none": tokens == runs.get("none"),
+            "differences": [asdict(difference) for difference in found],
+        }
+        if contender is contenders[0]:
+            result["answer"] = text
+    return {"problem": problem["task_id"], "results": results}
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return Markdown: per contender its speed, tau, passed tests, and equal answers."""
+    names = list(records[0]["results"])
+    rows = []
+    for name in names:
+        mine = [record["results"][name] for record in records]
+        taus = [result["tau"] for result in mine if result["tau"] is not None]
+        kinds = [d["kind"] for result in mine for d in result["differences"]]
+        rows.append(
+            [
+                name,
+                _ratios(records, names[0], name),
+                _ratios(records, "none", name) if "none" in names else "",
+                f"{statistics.mean(taus):.2f}" if taus else "",
+                f"{sum(result['passed'] for result in mine)} of {len(mine)}",
+                f"{sum(not result['differences'] for result in mine)}",
+                f"{kinds.count('tie')} / {len(kinds) - kinds.count('tie')}",
+                f"{sum(result['equals_none'] for result in mine)}",
+            ]
+        )
+    heads = ["", "over plain", "over `none`", "tau", "pass@1", "equal to plain"]
+    return Table([*heads, "ties / mistakes", "equal to `none`"], rows).markdown()
+
+
+def _ratios(records: Sequence[dict[str, Any]], reference: str, name: str) -> str:
+    """Return the ratio of the speeds over all tokens, and its median and range over problems."""
+    pairs = [(r["results"][reference], r["results"][name]) for r in records]
+    each = [
+        (of["seconds"] / of["new_tokens"]) / (mine["seconds"] / mine["new_tokens"])
+        for of, mine in pairs
+    ]
+    total = sum(of["seconds"] for of, _ in pairs) / sum(mine["seconds"] for _, mine in pairs)
+    return f"{total:.2f}; {statistics.median(each):.2f} ({min(each):.2f} - {max(each):.2f})"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints the table and writes every problem as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    timing.add_options(parser)
+    parser.add_argument("--problems", type=Path, required=True, help="HumanEval.jsonl.gz")
+    parser.add_argument("--strategy", action="append", required=True, help="as for `bench`")
+    parser.add_argument("--assistant", action="append", default=[], help="as for `bench`")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--after-copy", action="store_true", help="begin after the copied prompt")
+    parser.add_argument("--every", type=int, default=1, help="take every so manyth problem")
+    options = parser.parse_args(argv)
+    problems = read_problems(options.problems)[:: options.every]
+    settings = {
+        "dtype": options.dtype,
+        "new_tokens": options.new_tokens,
+        "after_copy": options.after_copy,
+        "every": options.every,
+        "strategies": [text.partition("@")[0] for text in options.strategy],
+    }
+    records = timing.gone_on(options.out, settings)
+    model, _ = timing.begin(options)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    contenders = by_prompt.ours(model, options)
+    first = encode(tokenizer, problems[0], options.after_copy)
+    for contender in contenders:
+        contender.run(first, WARM_UP_TOKENS, torch.ones_like(first))
+    known = {record["problem"] for record in records}
+    for turn, problem in enumerate(problems):
+        if problem["task_id"] in known:
+            continue
+        records.append(measure(model, tokenizer, contenders, problem, turn, options))
+        timing.write_record(options, {**settings, "records": records})
+        print(f"{len(records)} of {len(problems)}", flush=True)
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()
