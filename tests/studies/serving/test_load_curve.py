@@ -1,0 +1,24 @@
+"""Every load is measured with every strategy, and the outputs are equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from examples.studies.serving.load_curve import main
+
+
+def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "curve.json"
+    size = ["--load", "1", "--load", "3", "--new-tokens", "3", "--repeats", "2"]
+    main(["--model", str(folder), "--strategy", "lookup", "--out", str(out), *size])
+    records = json.loads(out.read_text())["records"]
+    measured = [(record["load"], record["strategy"]) for record in records]
+    assert sorted(measured) == [
+        (load, s) for load in (1, 3) for s in ("lookup",) * 2 + ("none",) * 2
+    ]
+    assert all(record["equal"] and record["seconds"] > 0 for record in records)
+    printed = capsys.readouterr().out
+    assert "| streams | `none`, tokens/s | `lookup` over `none` |" in printed
+    assert "0 of 8 runs" in printed
