@@ -10,7 +10,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ import hf_spec
 from examples.studies.full_table.measure import MODELS, digests
 from hf_spec.cli.app import COMMANDS, load_command
 from hf_spec.methods import registry
-from tests import papers_page, support_matrix, tiny_models
+from tests import support_matrix, tiny_models
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -84,7 +84,7 @@ def test_a_broken_link_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_every_page_stands_in_a_toctree() -> None:
     entries = [
         (path.parent / line).relative_to(DOCS)
-        for path in DOCS.rglob("index.md")
+        for path in DOCS.rglob("*.md")
         for block in FENCE.finditer(path.read_text("utf-8"))
         if block["language"] == "{toctree}"
         for line in block["code"].splitlines()
@@ -279,10 +279,19 @@ def test_the_support_matrix_is_current() -> None:
     )
 
 
-def test_the_papers_page_is_current() -> None:
-    assert papers_page.PAGE.read_text("utf-8") == papers_page.page(), (
-        "run: python -m tests.papers_page"
-    )
+class TestPagesOfPapers:
+    MADE = runpy.run_path(str(DOCS / "paper_tables.py"))
+    PAGES: ClassVar = sorted(MADE["FOLDER"].glob("*.md"))
+
+    @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+    def test_tables_are_current(self, page: Path) -> None:
+        text = page.read_text("utf-8")
+        assert text == self.MADE["written"](text), "run: python -m docs.paper_tables"
+        assert len(text.split()) <= 600
+
+    def test_every_table_is_on_a_page(self) -> None:
+        marks = [m[2] for page in self.PAGES for m in self.MADE["MARK"].finditer(page.read_text())]
+        assert sorted(marks) == sorted(self.MADE["TABLES"])
 
 
 def test_the_command_line_page_is_current() -> None:
