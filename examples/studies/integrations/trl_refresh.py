@@ -6,6 +6,7 @@ SmolLM2-135M-Instruct in float32, one thread. Every rollout of the training is g
 contender from the policy as it is at that moment, in rotating order; the step that follows changes
 all weights. Time is that of the process. `lookup` drafts from earlier rollouts, too; `falcon` uses
 the shipped head as it is, `falcon, refreshed` a copy that a `HeadRefresher` trains after each step.
+Both draft chains of fixed length, so `tau` shows how well they follow the policy.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from hf_spec.common.machine import environment
 from hf_spec.common.small_models import smollm2_135m_instruct
 
 HEAD = Path("examples/adapters/smollm2-135m-falcon")
+CHAIN = hf_spec.FalconConfig(tree="chain", max_draft_tokens=2)
 NEW_TOKENS = 48
 SAMPLES = 4
 PROMPTS = (
@@ -68,7 +70,7 @@ def measure(
         "plain": {},
         "none": {"spec_strategy": "none"},
         "lookup": {"spec_strategy": hf_spec.LookupConfig(across_answers=True)},
-        **{n: {"spec_strategy": "falcon", "assistant": str(f)} for n, f in heads.items()},
+        **{n: {"spec_strategy": CHAIN, "assistant": str(f)} for n, f in heads.items()},
     }
     refresher = hf_spec.HeadRefresher(
         policy, str(heads["falcon, refreshed"]), learning_rate=options.head_rate
