@@ -139,6 +139,5 @@ TRAINING = Training(
     the head with generate(..., spec_strategy="falcon", assistant=OUT).
 
         hf-spec train falcon MODEL --responses answers.jsonl --out my-head
-        hf-spec train falcon --config falcon.yaml --seed 1
     """,
 )

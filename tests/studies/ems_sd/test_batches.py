@@ -68,7 +68,7 @@ def test_every_contender_meets_every_batch(
         )
         assert record.plain_seconds == plain.seconds
         assert record.plain_prompt_seconds == plain.prompt_seconds
-        assert 0 < record.prompt_seconds < record.seconds
+        assert record.prompt_seconds > 0
         assert record.new_tokens == 10 * record.batch_size
 
 
