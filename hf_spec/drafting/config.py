@@ -103,6 +103,33 @@ class StrategyConfig:
 
 
 @dataclass(frozen=True)
+class AssistantConfig(StrategyConfig):
+    """Options of strategies whose assistant may be a whole model.
+
+    Attributes:
+        assistant_bits: 4 to draft with 4-bit weights (NF4 of bitsandbytes), quantized at the first
+            call. The target keeps its own.
+        draft_vocab_size: number of tokens that can be drafted: the first of the vocabulary, and
+            those that end a text. Default: all. The target still chooses among all tokens.
+    """
+
+    assistant_bits: int | None = field(default=None, kw_only=True)
+    draft_vocab_size: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.assistant_bits not in (None, 4):
+            raise OptionError(f"assistant_bits={self.assistant_bits!r} must be 4 or None")
+        self.check("draft_vocab_size", 1)
+
+
+def shared_options(config: AssistantConfig) -> dict[str, Any]:
+    """Return the options that `auto` passes on to drafts of a model."""
+    names = ("batching", "assistant_bits", "draft_vocab_size")
+    return {name: getattr(config, name) for name in names}
+
+
+@dataclass(frozen=True)
 class PolicyConfig(StrategyConfig):
     """Options of drafts whose length follows from a length policy.
 

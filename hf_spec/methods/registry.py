@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError, choices
-from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.config import AssistantConfig, StrategyConfig
 from hf_spec.engine.decode.drafter import Drafter
 
 MakeDrafter = Callable[[Any, PreTrainedModel, Any], Drafter]
-MakeForAuto = Callable[[PreTrainedModel, Any, str], Drafter]
+MakeForAuto = Callable[[PreTrainedModel, Any, AssistantConfig], Drafter]
 Config = TypeVar("Config", bound=type[StrategyConfig])
 
 
@@ -38,9 +38,9 @@ def register(
     Args:
         name: lower-case letters, digits and underscores.
         make_drafter: called with (config, target model, assistant) for every generation.
-        make_for_auto: called with (target model, assistant, batching) when `auto` combines the
-            strategy with others; returns a drafter that samples nothing and proposes all that it
-            can. Default: the drafter of the config without options.
+        make_for_auto: called with (target model, assistant, config of `auto`) when `auto` combines
+            the strategy with others; returns a drafter that samples nothing and proposes all that
+            it can. Default: the drafter of the config without options.
         aliases: further names, which `parse_strategy` accepts and `known_strategies` leaves out.
 
     Raises:
@@ -101,9 +101,11 @@ def make_drafter(config: StrategyConfig, target: PreTrainedModel, assistant: obj
     return _STRATEGIES[config.strategy].make(config, target, assistant)
 
 
-def make_for_auto(name: str, target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+def make_for_auto(
+    name: str, target: PreTrainedModel, assistant: object, auto: AssistantConfig
+) -> Drafter:
     """Return the drafter of a strategy that `auto` combines with others, see `register`."""
     config, make, for_auto = _STRATEGIES[name]
     if for_auto is not None:
-        return for_auto(target, assistant, batching)
-    return make(config(batching=batching), target, assistant)
+        return for_auto(target, assistant, auto)
+    return make(config(batching=auto.batching), target, assistant)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_spec import LookupConfig, OptionError, StrategyConfig, TreeConfig
+from hf_spec import AutoConfig, LookupConfig, OptionError, StrategyConfig, TreeConfig
 from hf_spec.methods import registry
 from hf_spec.methods.registry import (
     known_strategies,
@@ -77,13 +77,14 @@ class TestRegister:
     def test_auto_gets_the_default_drafter_or_one_made_for_it(self) -> None:
         for_auto: list[Any] = [None, lambda *given: given]
         made: list[Any] = []
+        auto = AutoConfig(batching="padded")
         for name, make in zip(("echo_3", "echo_4"), for_auto, strict=True):
             config = dataclass(frozen=True)(type("EchoConfig", (StrategyConfig,), {}))
             register(name, maker, make)(config)
-            made.append(make_for_auto(name, "target", "assistant", "padded"))  # type: ignore[arg-type]
+            made.append(make_for_auto(name, "target", "assistant", auto))  # type: ignore[arg-type]
         assert made[0][0].batching == "padded"
         assert made[0][1:] == ("target", "assistant")
-        assert made[1] == ("target", "assistant", "padded")
+        assert made[1] == ("target", "assistant", auto)
 
 
 class TestParse:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.published import MODELS, recognize
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
-from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.config import AssistantConfig
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
 from hf_spec.drafting.cost_model.cost_curves import Costs, check_timings
 from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter
@@ -22,7 +22,7 @@ from hf_spec.methods.registry import make_for_auto, register
 
 
 @dataclass(frozen=True)
-class AutoConfig(StrategyConfig):
+class AutoConfig(AssistantConfig):
     """Options of `auto`.
 
     Attributes:
@@ -73,7 +73,7 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Cos
         strategy = _strategy_of(item, target)
         earlier = sum(source.name.partition("-")[0] == strategy for source in assistants)
         name = f"{strategy}-{earlier + 1}" if earlier else strategy
-        drafter = make_for_auto(strategy, target, item, config.batching)
+        drafter = make_for_auto(strategy, target, item, config)
         assistants.append(DraftSource(name, drafter, longest))
     costs = None
     if config.timings is not None:

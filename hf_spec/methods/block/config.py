@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import AssistantError
+from hf_spec.drafting.config import AssistantConfig
 from hf_spec.drafting.length_policy import HEAD
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.block.head import BlockHead
@@ -37,10 +38,14 @@ def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Dr
     )
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
     # `auto` chooses the nodes to send, and needs drafts that are not sampled.
     config = BlockConfig(
-        children=3, max_nodes=None, length_policy="static", sample_drafts=False, batching=batching
+        children=3,
+        max_nodes=None,
+        length_policy="static",
+        sample_drafts=False,
+        batching=auto.batching,
     )
     return _make(config, target, assistant)
 

@@ -17,6 +17,7 @@ from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
 from hf_spec.adapters.reading import whole_number
 from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import AssistantError, OptionError
+from hf_spec.drafting.config import AssistantConfig
 from hf_spec.drafting.cost_model.cost_model_drafter import adapt_length, can_measure
 from hf_spec.drafting.length_policy import (
     DraftedToken,
@@ -139,9 +140,9 @@ def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: objec
     return adapt_length(chain, policy, target, config, nodes_per_level=1) if measures else chain
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
     draft, policy = _load_parts(DiscoConfig(), target, assistant)
-    return draft.drafter(wide_tree(batching), policy, target)
+    return draft.drafter(wide_tree(auto), policy, target)
 
 
 @register("disco", _make_drafter, _make_for_auto)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError, choices
-from hf_spec.drafting.config import AUTO
+from hf_spec.drafting.config import AUTO, AssistantConfig
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth
@@ -34,7 +34,7 @@ TRANSLATIONS = ("shared", "text")
 
 # `hf_spec.methods.draft_model.loading` registers both configs.
 @dataclass(frozen=True)
-class DraftConfig(LevelConfig):
+class DraftConfig(LevelConfig, AssistantConfig):
     """Options of drafts from a model; a chain by default.
 
     Attributes:

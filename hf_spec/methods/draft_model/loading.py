@@ -26,7 +26,7 @@ from hf_spec.common.errors import (
     UnsupportedError,
 )
 from hf_spec.common.hub import load_named
-from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.config import AssistantConfig, StrategyConfig, shared_options
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.engine.decode.drafter import Drafter
@@ -37,6 +37,7 @@ from hf_spec.engine.models.support_checks import check_model
 from hf_spec.methods.draft_model.drafter import DraftConfig, DraftModelDrafter, TreeConfig
 from hf_spec.methods.draft_model.other_tokenizer.drafter import make_cross_tokenizer_drafter
 from hf_spec.methods.draft_model.other_tokenizer.tokenizers import TextTokens, TokenizerPair
+from hf_spec.methods.draft_model.smaller import smaller_model
 from hf_spec.methods.draft_model.trained import METHOD
 from hf_spec.methods.loading import adapter_module, build_adapter, read_once, reject_published
 from hf_spec.methods.registry import register
@@ -60,10 +61,11 @@ class LoadedDraft(NamedTuple):
     def drafter(
         self, config: DraftConfig, policy: LengthPolicy, target: PreTrainedModel
     ) -> DraftModelDrafter:
-        """Return a drafter that uses the model."""
+        """Return a drafter that uses the model, or a faster copy if the config says so."""
+        model = smaller_model(self.model, config.assistant_bits, config.draft_vocab_size)
         if self.pair is None:
-            return DraftModelDrafter(config, self.model, policy, num_embeddings(target))
-        return make_cross_tokenizer_drafter(config, self.model, policy, self.pair)
+            return DraftModelDrafter(config, model, policy, num_embeddings(target))
+        return make_cross_tokenizer_drafter(config, model, policy, self.pair)
 
 
 def with_tokenizers(
@@ -96,13 +98,13 @@ def make_drafter(config: DraftConfig, target: PreTrainedModel, assistant: object
     return with_policy(config, target, make, config.shape.children)
 
 
-def wide_tree(batching: str) -> TreeConfig:
+def wide_tree(config: AssistantConfig) -> TreeConfig:
     """Return the tree that a draft model grows for `auto`, which chooses the nodes to send."""
-    return TreeConfig(max_draft_tokens=5, max_nodes=24, batching=batching)
+    return TreeConfig(max_draft_tokens=5, max_nodes=24, **shared_options(config))
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
-    return make_drafter(wide_tree(batching), target, assistant)
+def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
+    return make_drafter(wide_tree(auto), target, assistant)
 
 
 register("draft", make_drafter)(DraftConfig)

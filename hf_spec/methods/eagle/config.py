@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError, choices
+from hf_spec.drafting.config import AssistantConfig
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.drafting.level_drafter import BeamConfig
 from hf_spec.engine.decode.drafter import Drafter
@@ -32,10 +33,10 @@ def _make(config: EagleConfig, target: PreTrainedModel, assistant: object) -> Dr
     return with_policy(config, target, partial(PairDrafter, head=head), config.shape.children)
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
     # `auto` chooses the nodes to send.
     return _make(
-        EagleConfig(max_draft_tokens=5, max_nodes=24, batching=batching), target, assistant
+        EagleConfig(max_draft_tokens=5, max_nodes=24, batching=auto.batching), target, assistant
     )
 
 

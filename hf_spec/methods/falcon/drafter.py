@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import AssistantError, OptionError
-from hf_spec.drafting.config import AUTO, PolicyConfig
+from hf_spec.drafting.config import AUTO, AssistantConfig, PolicyConfig
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
 from hf_spec.drafting.cost_model.cost_model_drafter import (
     adapt_length,
@@ -66,9 +66,9 @@ def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> D
     return FalconDrafter(head, tree, policy, config.min_draft_tokens, most_sent)
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
     # `auto` chooses the nodes to send.
-    whole = FalconConfig(length_policy="static", max_nodes=sys.maxsize, batching=batching)
+    whole = FalconConfig(length_policy="static", max_nodes=sys.maxsize, batching=auto.batching)
     return _make(whole, target, assistant)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.backend.device.transfer import send
+from hf_spec.drafting.config import AssistantConfig
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import BeamConfig, LevelDrafter
@@ -44,10 +45,10 @@ def _make(config: GemmaAssistantConfig, target: PreTrainedModel, assistant: obje
     return with_policy(config, target, make, config.shape.children)
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
     # `auto` chooses the nodes to send.
     whole = GemmaAssistantConfig(
-        max_draft_tokens=5, max_nodes=24, tree="dynamic", batching=batching
+        max_draft_tokens=5, max_nodes=24, tree="dynamic", batching=auto.batching
     )
     return _make(whole, target, assistant)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from hf_spec.drafting.config import AssistantConfig
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.loading import resolve_published
 from hf_spec.methods.medusa.heads import MEDUSA, MLP_SPECULATOR, NewestFeatures
@@ -20,9 +21,9 @@ def _make(config: HeadsConfig, target: PreTrainedModel, assistant: object) -> Dr
     )
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
     # `auto` chooses the nodes to send.
-    config = HeadsConfig(length_policy="static", max_nodes=None, batching=batching)
+    config = HeadsConfig(length_policy="static", max_nodes=None, batching=auto.batching)
     return _make(config, target, assistant)
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from transformers import PreTrainedModel
 
+from hf_spec.drafting.config import AssistantConfig
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.drafting.level_drafter import BeamConfig
 from hf_spec.engine.decode.drafter import Drafter
@@ -26,9 +27,9 @@ def _make(config: MtpConfig, target: PreTrainedModel, assistant: object) -> Draf
     return with_policy(config, target, partial(PairDrafter, head=head), config.shape.children)
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
     # `auto` chooses the nodes to send.
-    config = MtpConfig(max_draft_tokens=3, max_nodes=16, tree="dynamic", batching=batching)
+    config = MtpConfig(max_draft_tokens=3, max_nodes=16, tree="dynamic", batching=auto.batching)
     return _make(config, target, assistant)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.backend.device.transfer import fetch_all
 from hf_spec.common.errors import AssistantError
-from hf_spec.drafting.config import AUTO
+from hf_spec.drafting.config import AUTO, AssistantConfig, shared_options
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.drafting.level_drafter import stacked
@@ -28,6 +28,7 @@ from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.draft_model.drafter import DraftConfig, DraftModelDrafter
 from hf_spec.methods.draft_model.loading import resolve_draft_model
+from hf_spec.methods.draft_model.smaller import smaller_model
 from hf_spec.methods.registry import register
 
 STRATEGY = "pard"
@@ -35,14 +36,15 @@ STRATEGY = "pard"
 
 def _make(config: PardConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     model = resolve_draft_model(config.strategy, assistant, target)
+    model = smaller_model(model, config.assistant_bits, config.draft_vocab_size)
     make = partial(PardDrafter, model=model, vocab_size=num_embeddings(target))
     return with_policy(config, target, make, config.children)
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
     # A wide tree: the cost model of `auto` chooses the nodes to send.
     wide = PardConfig(
-        max_draft_tokens=8, max_nodes=24, children=3, sample_drafts=False, batching=batching
+        max_draft_tokens=8, max_nodes=24, children=3, sample_drafts=False, **shared_options(auto)
     )
     return _make(wide, target, assistant)
 

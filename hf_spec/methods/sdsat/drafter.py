@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.backend.device.transfer import fetch_all
 from hf_spec.common.errors import OptionError
-from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.config import AssistantConfig, StrategyConfig
 from hf_spec.drafting.lossy_rules import PathSampling
 from hf_spec.drafting.rank_tree import RankTree, checked_tree, published_trees
 from hf_spec.drafting.token_graph import TokenGraph
@@ -52,8 +52,10 @@ def _make(config: SdsatConfig, target: PreTrainedModel, assistant: object) -> Sd
     return SdsatDrafter(config, tokens, options.get("num_adaptive"))
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> SdsatDrafter:
-    return _make(SdsatConfig(fused=True, batching=batching), target, assistant)
+def _make_for_auto(
+    target: PreTrainedModel, assistant: object, auto: AssistantConfig
+) -> SdsatDrafter:
+    return _make(SdsatConfig(fused=True, batching=auto.batching), target, assistant)
 
 
 @register("sdsat", _make, _make_for_auto)
