@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from hf_spec.adapters.folder import BaseModel, save_adapter
 from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.backend.cpu.packed_weights import cpu_packing_bytes
 from hf_spec.backend.device.placement import dense_copy
+from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.methods.draft_model.trained import TrainableDraft
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
+from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
+from tests.compiler import needs_compiler
 from tests.targets.cases import NEW_TOKENS, SEED, assert_same_up_to_ties
 from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import VOCAB, random_adaptive_tokens, repetitive_prompt, wide_tree
@@ -133,6 +137,53 @@ def test_weights_that_bitsandbytes_leaves_as_they_are(kind: str, folder: Path) -
     assert (launches["four_bit_linear"] > ran) == any(map(is_four_bit, model.modules()))
     assert output.spec_stats.rounds > 0
     assert_same_up_to_ties(model, prompt, plain[0].tolist(), output.sequences[0].tolist())
+
+
+@needs_compiler
+@pytest.mark.parametrize("strategy", ["none", "lookup", "tree"])
+def test_compiled_layers_compute_the_same_bits(strategy: str, folder: Path) -> None:
+    """Layers whose 4-bit weights our kernel reads; on other processors they run uncompiled."""
+    model, prompt = load.__wrapped__(folder, "nf4", torch.bfloat16), prompt_of(folder)
+    for layer in model.model.layers:
+        # A bias, too.
+        layer.mlp.down_proj.bias = nn.Parameter(torch.randn(64).to(torch.bfloat16))
+    config = parse_strategy(strategy)
+    assistant = hf_spec.truncated_draft(model, 1) if strategy == "tree" else None
+    found = [
+        model.generate(
+            prompt,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            spec_strategy=replace(config, compile=compiled),
+            assistant=assistant,
+        )
+        for compiled in (False, True)
+    ]
+    layers = CompiledLayers.of(model).layers
+    packed = model.model.layers[0].mlp.up_proj.support_avx512bf16_for_cpu
+    assert layers
+    assert all(layer.is_compiled for layer in layers) == packed
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    for one, other in zip(found[0].logits, found[1].logits, strict=True):
+        assert torch.equal(one, other)
+
+
+@needs_compiler
+def test_a_changed_weight_is_read_by_compiled_layers(folder: Path) -> None:
+    model, prompt = load.__wrapped__(folder, "nf4", torch.bfloat16), prompt_of(folder)
+    config = replace(parse_strategy("none"), compile=True)
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "spec_strategy": config}
+    before = model.generate(prompt, **call)
+    other = load.__wrapped__(folder, "nf4", torch.bfloat16)
+    with torch.no_grad():
+        other.generate(prompt, max_new_tokens=1)
+        for mine, theirs in zip(model.model.layers, reversed(other.model.layers), strict=True):
+            mine.mlp.up_proj = theirs.mlp.up_proj
+    after = model.generate(prompt, **call)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, model.generate(prompt, **{**call, "spec_strategy": "none"}))
 
 
 def test_quantisation_changes_the_output(folder: Path) -> None:

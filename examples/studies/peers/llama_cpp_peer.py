@@ -31,6 +31,8 @@ def load(options: argparse.Namespace) -> tuple[dict[str, Any], answering.Answer]
             n_threads=options.threads,
             n_threads_batch=options.threads,
             draft_model=drafter,
+            # Verification reads the scores of all tokens of a draft.
+            logits_all=drafter is not None,
             verbose=False,
         )
 
@@ -71,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", help="GGUF")
     parser.add_argument("--draft", help="GGUF of a draft model")
-    parser.add_argument("--context", type=int, default=4096, help="most tokens of a text")
+    parser.add_argument("--context", type=int, default=1024, help="most tokens of a text")
     parser.add_argument("--end", type=int, action="append", default=[], help="another end token")
     answering.add_options(parser)
     answering.run(load, parser.parse_args(argv))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hf_spec_kernels.four_bit_linear import BuildError, build, four_bit_linear
+from hf_spec_kernels.four_bit_linear import BuildError, FourBitWeight, build, four_bit_linear
 from hf_spec_kernels.four_bit_linear import row_major as row_major_kernel
 from hf_spec_kernels.four_bit_linear.row_major import (
     NestedScales,
@@ -89,6 +89,22 @@ def four_bit_forward(layer: Any, states: Tensor) -> Tensor | None:
     if layer.bias is not None:
         results += layer.bias.to(compute)
     return results.to(compute).to(states.dtype)
+
+
+def four_bit_weight(layer: Any, states: torch.dtype, rows: int) -> FourBitWeight | None:
+    """Return the weight for compiled layers; None where bitsandbytes or `four_bit_forward` runs."""
+    quantization: Any = getattr(layer.weight, "quant_state", None)
+    compute = layer.compute_dtype or states
+    if (
+        not getattr(quantization, "packing_format_for_cpu", False)
+        or not layer.compute_type_is_set
+        or not states == compute == quantization.absmax.dtype == torch.bfloat16
+        or (layer.bias is not None and layer.bias.dtype != compute)
+        or not 0 < rows <= MAX_ROWS
+    ):
+        return None
+    table = _table(quantization.quant_type, torch.bfloat16)
+    return FourBitWeight(layer.weight.data, quantization.absmax, table)
 
 
 def _interleaved(parameter: Any, states: Tensor) -> Tensor | None:

@@ -45,10 +45,11 @@ SIZES: dict[Any, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """A linear layer: the index of its weight among the inputs, and its rows per token."""
+    """A linear layer: the index of its weight among the inputs, its rows per token, their dtype."""
 
     weight: int
     rows: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ class _Writer:
         self.linears: list[LinearPlan] = []
         self.attention: AttentionPlan | None = None
         self._values: dict[fx.Node, Any] = {}
+        # Index of inputs that depend on no token and are contiguous.
+        self._weights: dict[fx.Node, int] = {}
         self._text = text
 
     def add_input(self, index: int, node: fx.Node) -> None:
@@ -118,6 +121,8 @@ class _Writer:
         tensor: Tensor = node.meta["val"]
         shape = torch.Size(map(_size, tensor.shape))
         axis = token_axis(shape)
+        if axis is None and tensor.is_contiguous():
+            self._weights[node] = index
         contiguous = axis is None or shape[:axis].numel() == 1
         if tensor.dtype not in TYPES or not contiguous:
             # An error is raised where it is used.
@@ -276,15 +281,20 @@ class _Writer:
         return Value.of(to, values[0].dtype)
 
     def _multiplied(self, arg: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Value:
-        states, (outputs, inputs) = self._get(arg), self._get(weight).shape
-        tokens, numbers = token_axis(states.shape), [self._input(node) for node in (weight, bias)]
-        if tokens is None or numbers[0] is None or (bias is not None and numbers[1] is None):
+        states, outputs = self._get(arg), int(weight.meta["val"].shape[0])
+        # Two codes of a 4-bit weight are in a byte.
+        inputs = states.shape[-1]
+        tokens, number = token_axis(states.shape), self._weights.get(weight)
+        added = "nullptr" if bias is None else self._input(bias)
+        if tokens is None or number is None or added is None:
             raise SourceError("it multiplies something else than states with weights")
         leaf = self._text.in_memory(states, lambda form: form.movedim(tokens, 0).is_contiguous())
         shape = torch.Size([*states.shape[:-1], outputs])
         to, index = self._text.memory(shape, states.dtype), len(self.linears)
-        self.linears.append(LinearPlan(numbers[0], shape.numel() // outputs // TOKENS))
-        added = "nullptr" if numbers[1] is None else self._argument(numbers[1])
+        rows = shape.numel() // outputs // TOKENS
+        self.linears.append(LinearPlan(number, rows, states.dtype))
+        if isinstance(added, int):
+            added = self._argument(added)
         self._text.for_all(
             f"multiply(weights[{index}], {leaf.address}, {added}, {to.address}, "
             f"{self.linears[-1].rows} * tokens, {inputs}, {outputs}, threads);",

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
+from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
 from hf_spec.engine.fast.layer_tracing import (
@@ -389,7 +390,9 @@ def _step_call(step: PackedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _obstacle(layer: nn.Module) -> str | None:
     if layer.training:
         return "it is in training mode"
-    if (reason := _weights_obstacle(tensors_of(layer).values())) is not None:
+    four_bit = {id(part.weight) for part in layer.modules() if is_four_bit(part)}
+    tensors = [tensor for tensor in tensors_of(layer).values() if id(tensor) not in four_bit]
+    if (reason := _weights_obstacle(tensors)) is not None:
         return reason
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return "there are hooks of all modules"

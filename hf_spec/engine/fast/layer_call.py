@@ -10,6 +10,7 @@ import torch
 from hf_spec_kernels.decoder_layer import Attention, Weight, weight_of
 from torch import Tensor, nn
 
+from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.backend.cpu.layer_source import AttentionPlan
 from hf_spec.backend.cpu.layer_text import TOKENS
 from hf_spec.engine.fast.layer_tracing import LayerCall, LayerFunction, addresses_of
@@ -44,7 +45,9 @@ class BoundLayer:
         self._attention = attention
         tensors = list(weights.values())
         self._constants = addresses_of(tensors)
-        linears = (part for part in layer.modules() if type(part) is nn.Linear)
+        linears: list[Any] = [
+            part for part in layer.modules() if type(part) is nn.Linear or is_four_bit(part)
+        ]
         modules = {id(linear.weight): linear for linear in linears}
         used = [tensors[plan.weight] for plan in function.source.linears]
         self._linears = [modules.get(id(weight), weight) for weight in used]
@@ -74,7 +77,7 @@ class BoundLayer:
         source = self._function.source
         weights = []
         for linear, plan in zip(self._linears, source.linears, strict=True):
-            weight = kernel_weight(linear, tokens * plan.rows)
+            weight = kernel_weight(linear, tokens * plan.rows, plan.dtype)
             if weight is None:
                 # Our kernel does not run them all.
                 return None

@@ -41,7 +41,7 @@ OPAQUE = (
     *(torch._ops.OpOverloadPacket, torch._ops.OpOverload),
 )
 # Packages whose functions and classes are compared by identity and not followed.
-TRUSTED = {*sys.stdlib_module_names, "torch", "numpy"}
+TRUSTED = {*sys.stdlib_module_names, "torch", "numpy", "bitsandbytes"}
 # Attributes of every module; the index of a layer only selects the KV buffer that it writes.
 STANDARD = {*vars(nn.Module()), "forward", "layer_idx"}
 # In transformers only functions and classes of modules are followed.

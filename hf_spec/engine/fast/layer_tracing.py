@@ -23,6 +23,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
 from hf_spec.backend.cpu.layer_text import SourceError
 from hf_spec.engine.forward.step import PackedStep, TracedStep
@@ -271,6 +272,9 @@ def _fake_input(mode: Any, number: int, tensor: Tensor, tokens: int | None) -> T
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
+    if type(tensor) not in (Tensor, nn.Parameter):
+        # 4-bit weights.
+        tensor = tensor.data
     if tokens is not None:
         # PyTorch specializes on sizes of 1.
         tensor = tensor.narrow(tokens, 0, 1).repeat_interleave(TRACED_TOKENS, tokens)
@@ -301,11 +305,26 @@ def _copy(layer: nn.Module) -> nn.Module:
     for module in layer.modules():
         shared += [vars(module)[name] for name in ("config", "forward") if name in vars(module)]
     copied = copy.deepcopy(layer, {id(value): value for value in shared})
-    for module in copied.modules():
+    for module in list(copied.modules()):
         module.__dict__.pop("forward", None)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
+        for name, part in list(module.named_children()):
+            if is_four_bit(part):
+                setattr(module, name, _FourBitLinear(part))
     return copied
+
+
+class _FourBitLinear(nn.Module):
+    """Stands for a 4-bit layer of bitsandbytes, whose code cannot be traced."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, states: Tensor) -> Tensor:
+        return _multiply(states, self.weight, self.bias)
 
 
 def _token_axis(tensor: Tensor, tokens: int) -> int | None:

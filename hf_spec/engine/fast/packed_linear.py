@@ -26,11 +26,12 @@ from operator import is_
 from typing import Any, TypeGuard
 
 import torch
+from hf_spec_kernels.four_bit_linear import FourBitWeight
 from hf_spec_kernels.packed_linear import PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.backend.cpu.four_bit import four_bit_forward, is_four_bit
+from hf_spec.backend.cpu.four_bit import four_bit_forward, four_bit_weight, is_four_bit
 from hf_spec.backend.cpu.packed_gemm import (
     SAME_BITS,
     Packed,
@@ -222,18 +223,22 @@ def _versions(weights: Sequence[Tensor]) -> list[int]:
     return [-1 if weight.is_inference() else weight._version for weight in weights]
 
 
-def kernel_weight(linear: nn.Linear | Tensor, rows: int) -> PackedWeight | Tensor | None:
+def kernel_weight(
+    linear: nn.Module | Tensor, rows: int, dtype: torch.dtype
+) -> PackedWeight | FourBitWeight | Tensor | None:
     """Return the weight that our kernel reads for `rows` rows of a linear layer, or of a weight.
 
     Small weights are read unpacked. The result is None if another form is faster for many rows, or
     the weight is not packed for our kernel. For few rows our kernel is used even where a single
-    GEMM is faster otherwise, since a compiled layer saves more.
+    GEMM is faster otherwise, since a compiled layer saves more. `dtype` is that of the rows.
     """
+    if isinstance(linear, nn.Module) and is_four_bit(linear):
+        return four_bit_weight(linear, dtype, rows) if has_fast_forward(linear) else None
     if isinstance(linear, nn.Linear) and has_fast_forward(linear):
         forward = linear.__dict__["forward"]
         packed = forward.packed(rows, least=1) if isinstance(forward, _PackedForward) else None
         return packed if isinstance(packed, PackedWeight) else None
-    weight = linear if isinstance(linear, Tensor) else linear.weight
+    weight: Any = linear if isinstance(linear, Tensor) else linear.weight
     return weight if weight.numel() < MIN_WEIGHT_ELEMENTS and weight.is_contiguous() else None
 
 

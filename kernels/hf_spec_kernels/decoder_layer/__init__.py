@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
+from hf_spec_kernels import four_bit_linear
 from hf_spec_kernels.build import BuildError, load
+from hf_spec_kernels.four_bit_linear import FourBitWeight
 from hf_spec_kernels.kv_write import cpu as kv_write
 from hf_spec_kernels.packed_linear import PackedWeight, multiplier
 from hf_spec_kernels.ragged_tree_attention import cpu as ragged_tree_attention
@@ -73,8 +75,10 @@ class Call(ctypes.Structure):
     )
 
 
-def weight_of(weight: PackedWeight | torch.Tensor) -> Weight:
-    """Return the structure of a packed weight or a contiguous (N, K) weight."""
+def weight_of(weight: PackedWeight | FourBitWeight | torch.Tensor) -> Weight:
+    """Return the structure of a packed or 4-bit weight, or of a contiguous (N, K) weight."""
+    if isinstance(weight, FourBitWeight):
+        return Weight(four_bit_linear.multiplier(), ctypes.addressof(weight.arrays))
     if isinstance(weight, PackedWeight):
         return Weight(multiplier(weight), weight.blocks.data_ptr())
     return Weight(None, weight.data_ptr())

@@ -9,7 +9,8 @@ its bits depend on its row only. `row_major` reads the storage of other processo
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -19,7 +20,34 @@ from hf_spec_kernels.build import BuildError, load
 from hf_spec_kernels.dispatch import launches
 from hf_spec_kernels.four_bit_linear import reference
 
-__all__ = ["BuildError", "build", "four_bit_linear"]
+__all__ = ["BuildError", "FourBitWeight", "build", "four_bit_linear", "multiplier"]
+
+SOURCE = Path(__file__).with_name("kernel.cpp")
+
+
+class _Arrays(ctypes.Structure):
+    """`FourBitWeight` of the C++."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "table")),
+        ("block", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class FourBitWeight:
+    """An (N, K) weight for other C++ to multiply by; see `four_bit_linear` for its tensors."""
+
+    codes: Tensor
+    scales: Tensor
+    table: Tensor
+
+    @cached_property
+    def arrays(self) -> ctypes.Structure:
+        """Addresses of the tensors, valid as long as this object."""
+        block = 2 * self.codes.shape[1] // len(self.scales)
+        tensors = (self.codes, self.scales, self.table)
+        return _Arrays(*(tensor.data_ptr() for tensor in tensors), block)
 
 
 def four_bit_linear(
@@ -88,6 +116,16 @@ def four_bit_linear(
     return results
 
 
+def multiplier() -> int:
+    """Return the address of the kernel for a `FourBitWeight`, for other C++ to call.
+
+    Raises:
+        BuildError: if it cannot be built.
+    """
+    function = load(SOURCE).four_bit_multiply
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 @cache
 def build() -> ctypes._NamedFuncPointer:
     """Build the kernel on the first call; return its C++ function.
@@ -95,7 +133,7 @@ def build() -> ctypes._NamedFuncPointer:
     Raises:
         BuildError: if it cannot be built.
     """
-    function = load(Path(__file__).with_name("kernel.cpp")).four_bit_linear
+    function = load(SOURCE).four_bit_linear
     function.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 4, ctypes.c_int]
     function.restype = None
     return function

@@ -163,4 +163,24 @@ void four_bit_linear(const uint16_t* states, const uint8_t* codes, const uint16_
     Product{grouped.data(), codes, scales, results, Table(table), groups, steps, block / 2, outputs}.run(threads);
 }
 
+// A weight as decoder layers hold it; its arrays are those of `four_bit_linear`.
+struct FourBitWeight {
+    const uint8_t* codes;
+    const uint16_t *scales, *table;
+    int64_t block;
+};
+
+// `Weight::multiply` of decoder layers. The sum with the bias is rounded once more, as outside of them.
+void four_bit_multiply(const void* states, const void* weight, const void* bias, void* results, int64_t rows,
+                       int64_t inputs, int64_t outputs, int threads) {
+    const FourBitWeight& from = *static_cast<const FourBitWeight*>(weight);
+    bfloat16* to = static_cast<bfloat16*>(results);
+    four_bit_linear(static_cast<const uint16_t*>(states), from.codes, from.scales, from.table, to, rows, inputs,
+                    outputs, from.block, threads);
+    if (!bias) return;
+    const bfloat16* added = static_cast<const bfloat16*>(bias);
+    for (int64_t row = 0; row < rows; ++row, to += outputs)
+        for (int64_t i = 0; i < outputs; ++i) narrow(widened(to[i]) + widened(added[i]), to[i]);
+}
+
 }  // extern "C"
