@@ -6,6 +6,22 @@ from tests.planted.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "4-bit layers inside compiled layers leave out the bias",
+        area="C++ kernels",
+        file="kernels/hf_spec_kernels/four_bit_linear/kernel.cpp",
+        old="    if (!bias) return;\n",
+        new="    return;\n",
+        tests=("tests/targets/test_quantised.py::test_compiled_layers_compute_the_same_bits",),
+    ),
+    Mutant(
+        "4-bit layers inside compiled layers have scales of larger blocks",
+        area="C++ kernels",
+        file="kernels/hf_spec_kernels/four_bit_linear/__init__.py",
+        old="block = 2 * self.codes.shape[1] // len(self.scales)",
+        new="block = 4 * self.codes.shape[1] // len(self.scales)",
+        tests=("tests/targets/test_quantised.py::test_compiled_layers_compute_the_same_bits",),
+    ),
+    Mutant(
         "a block of 4-bit codes has the scales of the next",
         area="C++ kernels",
         file="kernels/hf_spec_kernels/four_bit_linear/kernel.cpp",

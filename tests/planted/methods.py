@@ -257,6 +257,22 @@ MUTANTS = (
         tests=("tests/methods/block/test_layouts.py::test_refused",),
     ),
     Mutant(
+        "a draft model of few tokens cannot end a text",
+        area="draft models",
+        file="hf_spec/methods/draft_model/smaller.py",
+        old="known = {*range(vocab_size), *(ends if isinstance(ends, list) else [ends])} - {None}",
+        new="known = {*range(vocab_size)} - {ends}",
+        tests=("tests/methods/draft_model/test_smaller.py",),
+    ),
+    Mutant(
+        "the draft model of the user is quantized itself",
+        area="draft models",
+        file="hf_spec/methods/draft_model/smaller.py",
+        old="smaller = copy.deepcopy(model, shared)",
+        new="smaller = model if shared else copy.deepcopy(model)",
+        tests=("tests/methods/draft_model/test_smaller.py",),
+    ),
+    Mutant(
         "drafters on the Hub that the table has are listed twice",
         area="published heads",
         file="hf_spec/methods/auto/known_drafters.py",
