@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "EAGLE's later steps see true pairs that a draft does not have",
         area="training",
-        file="hf_spec/methods/eagle/training.py",
+        file="hf_spec/methods/feature_pairs/steps_loss.py",
         old="seen = [back >= step, *",
         new="seen = [back >= 0, *",
         tests=(
@@ -96,18 +96,18 @@ MUTANTS = (
     Mutant(
         "all of EAGLE's steps weigh the same",
         area="training",
-        file="hf_spec/methods/eagle/training.py",
-        old="total = total + entropy * (weights[step] / sum(weights))",
-        new="total = total + entropy / len(weights)",
+        file="hf_spec/methods/feature_pairs/steps_loss.py",
+        old=".sum() * weights[step]",
+        new=".sum() / len(weights)",
         tests=("tests/methods/eagle/test_training.py::test_later_steps_weigh_less",),
     ),
     Mutant(
         "the features of a cut prompt begin at its first token",
         area="training",
-        file="hf_spec/methods/feature_pairs/training_pairs.py",
+        file="hf_spec/training/pairs.py",
         old="states.append(features[cut:])",
         new="states.append(features[: len(line)])",
-        tests=("tests/methods/feature_pairs/test_training_pairs.py",),
+        tests=("tests/training/test_pairs.py",),
     ),
     Mutant(
         "answers to one prompt are on both sides of a split",
