@@ -157,6 +157,7 @@ def falling_weights(base: float, num_levels: int) -> list[float]:
 def _card(card: CardText, base: str, folder: Path, metrics: Mapping[str, float]) -> str:
     """Return the model card."""
     rows = "\n".join(f"| `{name}` | {value:.4f} |" for name, value in metrics.items())
+    options = f"spec_strategy={card.strategy!r}, assistant={folder.name!r}"
     return f"""---
 {f"base_model: {base}" if is_hub_id(base) else "library_name: hf_spec"}
 tags:
@@ -168,12 +169,13 @@ tags:
 
 # {card.title} for {base}
 
-Written by `hf-spec train {card.command}` in the layout of {card.layout}; see `config.json` for options.
+Written by `hf-spec train {card.command}` in the layout of {card.layout};
+see `config.json` for options.
 
 ```python
 import hf_spec  # adds spec_strategy= and assistant= to generate()
 
-model.generate(**inputs, spec_strategy={card.strategy!r}, assistant={folder.name!r}, max_new_tokens=64)
+model.generate(**inputs, {options}, max_new_tokens=64)
 ```
 
 ## Held-out texts

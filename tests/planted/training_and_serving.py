@@ -102,6 +102,24 @@ MUTANTS = (
         tests=("tests/methods/eagle/test_training.py::test_later_steps_weigh_less",),
     ),
     Mutant(
+        "every Medusa head learns the next token",
+        area="training",
+        file="hf_spec/methods/medusa/training.py",
+        old="probs = self.teacher.probs_at(pairs, rows, places + level)",
+        new="probs = self.teacher.probs_at(pairs, rows, places)",
+        tests=(
+            "tests/methods/medusa/test_training.py::test_the_loss_is_that_of_every_head_at_every_place",
+        ),
+    ),
+    Mutant(
+        "vLLM's token_map is ignored",
+        area="training",
+        file="hf_spec/methods/medusa/heads.py",
+        old="return MedusaHeads(tensors, len(levels), target, vocabulary)",
+        new="return MedusaHeads(tensors, len(levels), target, None)",
+        tests=("tests/methods/medusa/test_training.py::test_vllms_layout_is_read_back",),
+    ),
+    Mutant(
         "the features of a cut prompt begin at its first token",
         area="training",
         file="hf_spec/training/pairs.py",
