@@ -60,11 +60,16 @@ def tau(model: PreTrainedModel, texts: Sequence[Text], strategy: str, head: Path
 
 
 def check_learning(
-    model: PreTrainedModel, texts: Sequence[Text], train: Train, strategy: str, folder: Path
+    model: PreTrainedModel,
+    texts: Sequence[Text],
+    train: Train,
+    strategy: str,
+    folder: Path,
+    run: TrainSettings = RUN,
 ) -> None:
     """Training lowers the loss and raises tau in the figures and in `model.generate()`."""
-    train(folder / "untrained", replace(RUN, epochs=1, learning_rate=0.0))
-    figures = train(folder / "head", RUN)
+    train(folder / "untrained", replace(run, epochs=1, learning_rate=0.0))
+    figures = train(folder / "head", run)
     metrics = rows(folder / "head")
     losses = [row["loss"] for row in metrics]
     assert sum(losses[-5:]) < sum(losses[:5]) - 1
@@ -80,7 +85,7 @@ def check_learning(
     assert f"spec_strategy={strategy!r}, assistant='head'" in card
     record = known_head(folder / "head").config["hf_spec"]
     assert record["held_back"] == figures
-    assert record["training"]["epochs"] == RUN.epochs
+    assert record["training"]["epochs"] == run.epochs
 
 
 def check_resuming(train: Train, loss: type, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,4 +128,4 @@ def states_and_probs(
 
 
 def entropy(probs: Tensor, logits: Tensor) -> float:
-    return float(-(probs * logits.log_softmax(-1)).sum())
+    return float(-(probs * logits.detach().log_softmax(-1)).sum())

@@ -5,7 +5,8 @@ A method adds the head, its loss, and the layout of its files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from hf_spec.training.trainer import Loss, MicroBatch, micro_batches, processes,
 
 # Texts per forward pass of the evaluation.
 EVALUATION_BATCH = 8
+# Standard deviation of weights without a counterpart in the target, as in transformers.
+INIT_STD = 0.02
 
 
 class HeadLoss(Protocol):
@@ -89,7 +92,9 @@ class HeadRun:
         def evaluate() -> dict[str, float]:
             return self.evaluate(loss)
 
-        self.metrics = train(trained, loss, epochs, self.run, folder / "training", evaluate, facts)
+        log = folder / "training"
+        with _frozen(self.model):
+            self.metrics = train(trained, loss, epochs, self.run, log, evaluate, facts)
         return self.metrics
 
     def evaluate(self, loss: HeadLoss) -> dict[str, float]:
@@ -106,6 +111,37 @@ class HeadRun:
             record = {"training": {**self.record, **self.run.recorded}, "held_back": self.metrics}
             text = _card(card, base_name(self.model), folder, self.metrics)
             write_published(folder, {**config, "hf_spec": record}, tensors, text)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Compute no gradients for the weights of a model, which heads share."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in weights:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(True)
+
+
+def layer_config(model: PreTrainedModel, mlp_size: int | None, num_layers: int) -> dict[str, Any]:
+    """Return sizes and rotary base of layers like those of the target."""
+    config: Any = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": mlp_size or config.intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "rope_theta": (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0),
+        "max_position_embeddings": config.max_position_embeddings,
+    }
 
 
 def as_stored(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:

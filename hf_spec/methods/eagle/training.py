@@ -31,14 +31,19 @@ from hf_spec.methods.eagle.spec import canonical_names, read_spec
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, check_plain_head
 from hf_spec.methods.feature_pairs.steps_loss import StepsLoss
 from hf_spec.training.features import Text, fused_layers
-from hf_spec.training.heads import CardText, HeadRun, as_stored, check_family
+from hf_spec.training.heads import (
+    INIT_STD,
+    CardText,
+    HeadRun,
+    as_stored,
+    check_family,
+    layer_config,
+)
 from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.settings import TrainSettings
 
 CARD = CardText("An EAGLE-3 head", "eagle", "vLLM's speculators", "eagle3", "eagle")
-# Standard deviation of weights without a counterpart in the target, as in transformers.
-INIT_STD = 0.02
 
 
 def run_training(job: TrainingJob) -> TrainingResult:
@@ -96,18 +101,8 @@ def new_head(
     vocabulary = answer_vocabulary(
         model, (text.response for text in texts), settings.vocabulary_size
     )
-    config: Any = model.config.get_text_config()
-    width, heads = config.hidden_size, config.num_attention_heads
     head_config = {
-        "hidden_size": width,
-        "intermediate_size": settings.mlp_size or config.intermediate_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or width // heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "rope_theta": (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0),
-        "max_position_embeddings": config.max_position_embeddings,
+        **layer_config(model, settings.mlp_size, 1),
         "eagle_aux_hidden_state_layer_ids": list(fused_layers(model)[:-1]),
     }
     scores = FewTokensHead(model.get_output_embeddings(), vocabulary).scores

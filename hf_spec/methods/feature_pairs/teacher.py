@@ -41,3 +41,9 @@ class Teacher:
 def cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
     """Return (M,) cross-entropy in nats between (M, R) draft logits and target probabilities."""
     return F.cross_entropy(logits.float(), probs, reduction="none")
+
+
+def output_rows(target: PreTrainedModel, vocabulary: Tensor | None) -> Tensor:
+    """Return a copy of the (R, H) rows of the target's output head."""
+    rows: Tensor = FewTokensHead(target.get_output_embeddings(), vocabulary).scores.weight
+    return rows.detach().clone()

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.published import PublishedHead, known_head
 from hf_spec.common.errors import OptionError
-from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, check_plain_head
-from hf_spec.methods.feature_pairs.teacher import Teacher, cross_entropy
+from hf_spec.methods.feature_pairs.draft_head import check_plain_head
+from hf_spec.methods.feature_pairs.teacher import Teacher, cross_entropy, output_rows
 from hf_spec.methods.medusa.heads import MEDUSA, MedusaHeads, build_medusa
 from hf_spec.methods.medusa.layouts import TOKEN_MAP, canonical_tensors, for_vllm
 from hf_spec.methods.medusa.settings import MEDUSA_RUN, MedusaTrainSettings
@@ -87,7 +87,7 @@ def new_heads(
         for block in range(settings.num_layers):
             tensors[f"{level}.{block}.linear.weight"] = torch.zeros(size, size)
             tensors[f"{level}.{block}.linear.bias"] = torch.zeros(size)
-        tensors[f"{level}.{settings.num_layers}.weight"] = _projection(model, vocabulary)
+        tensors[f"{level}.{settings.num_layers}.weight"] = output_rows(model, vocabulary)
     if vocabulary is not None:
         tensors[TOKEN_MAP] = vocabulary
     return PublishedHead(MEDUSA, {}, tensors, folder, str(folder))
@@ -111,18 +111,12 @@ def start_heads(
     for level in range(heads.num_levels):
         # Heads without projections share the target's, which is not trained.
         name = f"{level}.{settings.num_layers}.weight"
-        stored.setdefault(name, _projection(model, heads.vocabulary))
+        stored.setdefault(name, output_rows(model, heads.vocabulary))
     # Separate copies: one projection may be stored for all heads.
     tensors = {name: tensor.clone() for name, tensor in stored.items()}
     if heads.vocabulary is not None:
         tensors[TOKEN_MAP] = heads.vocabulary
     return build_medusa(PublishedHead(MEDUSA, {}, tensors, start.folder, start.name), model)
-
-
-def _projection(model: PreTrainedModel, vocabulary: Tensor | None) -> Tensor:
-    """Return a copy of the (R, H) rows of the target's output head."""
-    rows: Tensor = FewTokensHead(model.get_output_embeddings(), vocabulary).scores.weight
-    return rows.detach().clone()
 
 
 class LevelsLoss:
