@@ -144,6 +144,33 @@ MUTANTS = (
         tests=("tests/methods/block/test_training.py::test_the_loss_is_that_of_every_anchor",),
     ),
     Mutant(
+        "a trained MTP module stores the wrong norm before the output head",
+        area="training",
+        file="hf_spec/methods/mtp/training.py",
+        old='weights["norm.weight"] = head.output_norm.weight',
+        new='weights["norm.weight"] = head.joined["feature_norm"].weight',
+        tests=("tests/methods/mtp/test_training.py::test_every_layout_is_read_back",),
+    ),
+    Mutant(
+        "fine-tuned MTP modules of all families are stored in the layout of speculators",
+        area="training",
+        file="hf_spec/methods/mtp/training.py",
+        old="kind = SPECULATORS if kind.switches == SPECULATORS.switches else kind",
+        new="kind = SPECULATORS",
+        tests=("tests/methods/mtp/test_training.py::test_every_layout_is_read_back",),
+    ),
+    Mutant(
+        "training trains the target, too",
+        area="training",
+        file="hf_spec/training/heads.py",
+        old="        weight.requires_grad_(False)\n",
+        new="        weight.requires_grad_(True)\n",
+        tests=(
+            "tests/methods/block/test_training.py::test_the_target_is_not_trained",
+            "tests/methods/mtp/test_training.py::test_the_target_is_not_trained",
+        ),
+    ),
+    Mutant(
         "the features of a cut prompt begin at its first token",
         area="training",
         file="hf_spec/training/pairs.py",
