@@ -235,9 +235,9 @@ def _by_key(config: Mapping[str, Any], names: str) -> str | None:
         return str(kind)
     if "hydra_num_heads" in config or "Hydra" in names:
         return "hydra"
-    if "medusa_num_heads" in config:
-        return "medusa"
     model_type = str(config.get("model_type", ""))
+    if "medusa_num_heads" in config or model_type == "medusa":
+        return "medusa"
     if model_type == "mlp_speculator" or {"n_predict", "emb_dim"} <= config.keys():
         return "mlp_speculator"
     return ASSISTANT_TYPES.get(model_type)

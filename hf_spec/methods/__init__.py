@@ -11,11 +11,11 @@ gsd              gsd/              arXiv 2407.16207        a draft model, a grap
 disco            disco/            arXiv 2405.04304        a draft model, adaptive length here
 pard             pard/             arXiv 2504.18583        a draft model, in one pass     published
 gemma_assistant  gemma_assistant/  -                       layers on the target's KV      published
-mtp              mtp/              arXiv 2412.19437        the target's MTP layer         published
+mtp              mtp/              arXiv 2412.19437        the target's MTP layer         either
 falcon           falcon/           arXiv 2412.12639        a head on the target's states  here
 eagle            eagle/            arXiv 2503.01840        a head on the target's states  either
-block            block/            arXiv 2602.06036        a head, a block in one pass    published
-heads            medusa/           arXiv 2401.10774        Medusa heads, MLP speculators  published
+block            block/            arXiv 2602.06036        a head, a block in one pass    either
+heads            medusa/           arXiv 2401.10774        Medusa heads, MLP speculators  either
 sdsat            sdsat/            arXiv 2403.18647        the target, adaptive tokens    here
 auto             auto/             -                       any of them, by measured speed -
 ===============  ================  ======================  =============================  =========

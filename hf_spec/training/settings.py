@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight
 
@@ -54,6 +54,8 @@ class TrainSettings(Settings):
         seed: random seed. It fixes the order of the data and every random number.
         evaluate_every: steps between evaluations. They use the held-out answers.
         save_every: steps between checkpoints.
+        log_with: tracker of losses and held-out figures, besides metrics.jsonl. Its package must be
+            installed.
     """
 
     panel = "Training"
@@ -68,6 +70,12 @@ class TrainSettings(Settings):
     seed: int = 0
     evaluate_every: Annotated[Count, Named("eval_steps")] = 300
     save_every: Internal[Count] = 100
+    log_with: Literal["tensorboard", "wandb"] | None = None
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The settings that the result depends on, for checkpoints and the records of adapters."""
+        return {name: value for name, value in asdict(self).items() if name != "log_with"}
 
     def rate(self, step: int, num_steps: int) -> float:
         """Return the learning rate of a step, from 0: linear warm-up, then cosine to a tenth."""

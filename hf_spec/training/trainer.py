@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, parse_flag_from_env
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ METRICS = "metrics.jsonl"
 RUN = "run.json"
 # `environment` has the versions of torch, transformers and hf_spec.
 PACKAGES = ("accelerate", "huggingface_hub", "peft", "safetensors", "tokenizers")
+# Name of the project in which a tracker collects the runs.
+TRACKED = "hf-spec"
 HALF = (torch.bfloat16, torch.float16)
 _options: ContextVar[Mapping[str, Any] | None] = ContextVar("options", default=None)
 
@@ -88,7 +91,7 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
     shard the trained parameters raise `UnsupportedError`.
     """
     trained = list(parameters.values())
-    accelerator = Accelerator(cpu=trained[0].device.type == "cpu")
+    accelerator = _accelerator(trained[0].device, settings.log_with, folder)
     _check_whole(accelerator, trained)
     for parameter in trained:
         parameter.data = parameter.data.float()
@@ -96,7 +99,7 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
         trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
     )
     folder.mkdir(parents=True, exist_ok=True)
-    resolved = {**asdict(settings), **(facts or {})}
+    resolved = {**settings.recorded, **(facts or {})}
     run = {"settings": json.dumps(resolved, sort_keys=True)}
     done = _load(folder, parameters, optimizer, run)
     # Epochs may differ in length: texts are shuffled before they are grouped by length.
@@ -110,6 +113,7 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
         _cut_metrics(folder / METRICS, done)
     if main and done < num_steps:
         record_start(folder, resolved, done, accelerator.device)
+    accelerator.init_trackers(TRACKED, {name: _plain(value) for name, value in resolved.items()})
     bar = tqdm(total=num_steps, initial=done, desc="steps", disable=None if main else True)
     figures: dict[str, float] = {}
     for step, batches in enumerate(steps[done:], start=done):
@@ -130,11 +134,13 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
             line = {**row, "tokens": tokens, "rate": settings.rate(step, num_steps)}
             with (folder / METRICS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+            accelerator.log({k: v for k, v in line.items() if k != "step"}, step=step + 1)
             if last or (step + 1) % settings.save_every == 0:
                 _save(folder, parameters, optimizer, {**run, "step": str(step + 1)})
         bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k != "step"}, refresh=False)
         bar.update()
     bar.close()
+    accelerator.end_training()
     accelerator.wait_for_everyone()
     # A finished run that is started again takes no step.
     return figures if done < num_steps else evaluate()
@@ -163,6 +169,22 @@ def optimizer_step(
     optimizer.step()
     optimizer.zero_grad()
     return float(counts[0]), int(counts[1])
+
+
+def _accelerator(device: torch.device, log_with: str | None, folder: Path) -> Accelerator:
+    """Return the accelerator of a run; a tracker without its package raises `OptionError`."""
+    # accelerate skips trackers that are not installed.
+    if log_with is not None and log_with not in map(str, get_available_trackers()):
+        raise OptionError(
+            f"log_with={log_with!r} needs the package {log_with!r}: pip install {log_with}; "
+            f"without it, losses are in {folder / METRICS}"
+        )
+    return Accelerator(cpu=device.type == "cpu", log_with=log_with, project_dir=folder)
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as trackers store it."""
+    return value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def processes() -> PartialState:

@@ -138,6 +138,17 @@ def test_it_follows_the_target(model: PreTrainedModel, assistant: str, generate:
     assert refresher.refresh()["loss"] > before + 0.5
 
 
+def test_a_copied_output_head_follows_the_target(
+    model: PreTrainedModel, responses: list[Response], tmp_path: Path
+) -> None:
+    refresher = HeadRefresher(model, falcon(model, responses, tmp_path))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.neg_()
+    refresher.refresh()
+    copied: Any = refresher.head.head
+    assert torch.equal(copied.scores.weight, model.lm_head.weight[copied.vocabulary])
+
+
 def test_nothing_happens_without_texts(
     model: PreTrainedModel, assistant: str, generate: Generate
 ) -> None:

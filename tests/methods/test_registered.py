@@ -46,7 +46,9 @@ def test_the_package_lists_every_method() -> None:
     }
     trained_here = {name for name, row in rows.items() if row[-1] in {"here", "either"}}
     optional = {name for name, row in rows.items() if row[-1] == "optional"}
-    assert trained_here | {"draft"} == {training.name for training in known_trainings()}
+    trainings = {training.name for training in known_trainings()}
+    # Medusa heads are one of two kinds of "heads".
+    assert trained_here | {"draft"} == trainings - {"medusa"} | {"heads"}
     assert "draft" in optional
 
 

@@ -20,7 +20,8 @@ def test_every_training_of_a_folder_is_known() -> None:
     modules = {f"hf_spec.methods.{path.parent.name}.training" for path in folders}
     assert {training.function.partition(":")[0] for training in TRAININGS} == modules
     names = [training.name for training in TRAININGS]
-    assert names == sorted(set(names)) == ["disco", "draft", "eagle", "falcon", "sdsat"]
+    expected = ["block", "disco", "draft", "eagle", "falcon", "medusa", "mtp", "sdsat"]
+    assert names == sorted(set(names)) == expected
 
 
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda training: training.name)

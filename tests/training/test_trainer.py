@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -78,6 +79,67 @@ def test_it_learns_and_reports(tmp_path: Path) -> None:
     assert rows[-1]["loss"] < rows[0]["loss"] / 20
     assert [("slope" in row) for row in rows[:5]] == [False, False, False, True, False]
     assert rows[-1]["slope"] == float(slope[0])
+
+
+class TestTrackers:
+    @pytest.fixture
+    def logged(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """What a stand-in for TensorBoard's tracker gets, which needs a package."""
+        calls: list[Any] = []
+
+        class Tracker(GeneralTracker):
+            name, requires_logging_directory, main_process_only = "tensorboard", True, True
+
+            def __init__(self, run_name: str, logging_dir: str, **_: Any):
+                super().__init__()
+                calls.append(("start", run_name, str(logging_dir)))
+
+            @property
+            def tracker(self) -> None:
+                return None
+
+            def store_init_configuration(self, values: dict[str, Any]) -> None:
+                calls.append(("settings", values))
+
+            def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+                calls.append((step, values))
+
+            def finish(self) -> None:
+                calls.append(("finish",))
+
+        for module in ("accelerate.tracking", "hf_spec.training.trainer"):
+            monkeypatch.setattr(f"{module}.get_available_trackers", lambda: ["tensorboard"])
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", Tracker)
+        return calls
+
+    def test_losses_and_figures_are_logged(self, tmp_path: Path, logged: list[Any]) -> None:
+        line, settings = Line(), replace(SETTINGS, log_with="tensorboard")
+        line.fit(tmp_path, settings, evaluate=lambda: {"slope": float(line.slope[0])})
+        assert logged[0] == ("start", "hf-spec", str(tmp_path))
+        assert logged[1][1]["learning_rate"] == SETTINGS.learning_rate
+        assert logged[-1] == ("finish",)
+        rows = [json.loads(text) for text in (tmp_path / METRICS).read_text().splitlines()]
+        assert [step for step, _ in logged[2:-1]] == [row.pop("step") for row in rows]
+        assert [values for _, values in logged[2:-1]] == rows
+        assert any("slope" in values for _, values in logged[2:-1])
+
+    def test_a_run_may_resume_with_another_tracker(self, tmp_path: Path, logged: list[Any]) -> None:
+        whole = Line().fit(tmp_path / "whole")
+        broken = Line()
+        broken.stop_at = 5
+        with pytest.raises(KeyboardInterrupt):
+            broken.fit(tmp_path / "broken")
+        settings = replace(SETTINGS, log_with="tensorboard")
+        assert torch.equal(Line().fit(tmp_path / "broken", settings), whole)
+        assert len(logged) > 3
+
+    def test_a_tracker_must_be_installed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        settings = replace(SETTINGS, log_with="wandb")
+        monkeypatch.setattr("hf_spec.training.trainer.get_available_trackers", list)
+        with pytest.raises(OptionError, match="pip install wandb"):
+            Line().fit(tmp_path, settings)
 
 
 @pytest.mark.parametrize("stop_at", [2, 5, 8, 9])

@@ -25,6 +25,10 @@ train = typer.Typer(
 )
 
 
+# Trainings that are suggested after the answers, by the stored features.
+SUGGESTED = {"last": "falcon", "fused": "eagle"}
+
+
 @train.command("responses", cls=common.DataCommand)
 @options.from_settings
 def train_responses_command(  # noqa: PLR0913 - one parameter an option
@@ -44,8 +48,8 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 
     On a CPU, batches of about 128 prompts are the fastest, and --dtype bfloat16 is faster if the
     processor has bfloat16 instructions. Prompts that share thirteen consecutive words with those
-    of hf-spec bench are skipped. --features last saves one pass of the target in train falcon;
-    --features fused saves it in train eagle and train falcon --fused.
+    of hf-spec bench are skipped. --features last saves one pass of the target in train falcon,
+    medusa, and mtp; --features fused saves it in train eagle, block, and falcon --fused.
 
         hf-spec train responses MODEL --prompts prompts.jsonl --out answers.jsonl
     """
@@ -80,7 +84,7 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
         )
     typer.echo(f"{out} is complete; {left_out} prompts were too long")
     words = (model, "--responses", out, "--out", out.with_name(f"{out.stem}-head"))
-    method = next(t.name for t in known_trainings() if t.features == (features or "last"))
+    method = SUGGESTED[features or "last"]
     typer.echo(f"next: {common.next_command('train', method, *words, placement=placement)}")
 
 

@@ -70,7 +70,7 @@ def train_draft(
     facts = {**record, **learned_from(model, [example.response for example in examples])}
     log = folder / "training"
     metrics = train(parameters, distillation.loss, epochs, run, log, evaluate, facts)
-    options = {"training": {**record, **asdict(run)}, "held_back": metrics}
+    options = {"training": {**record, **run.recorded}, "held_back": metrics}
     return save_trained(folder, draft.to_adapter(options))
 
 

@@ -2,11 +2,8 @@
 
 The head learns the target's next-token distribution from hidden states of a low, a middle and a
 high layer; features are not a training goal. From the second draft step on, its own output replaces
-the feature that only the target could compute. Training unrolls several such steps, so that later
-draft tokens stay accurate ("training-time test", Li et al. 2025, arXiv 2503.01840, section 3.2)::
-
-    loss = sum_s w_s CE(target distribution over the R draft tokens, head after s steps)
-    w_s  = step_weight^s / sum_s step_weight^s
+the feature that only the target could compute. `hf_spec.methods.feature_pairs.steps_loss` unrolls
+several such steps ("training-time test", Li et al. 2025, arXiv 2503.01840, section 3.2).
 
 Ours: the head starts as the target's last layer. Heads are saved in the layout of vLLM's
 speculators, which other engines load too, and are read back like any published head.
@@ -14,20 +11,16 @@ speculators, which other engines load too, and are read back like any published 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_spec.adapters.adapter import base_name, is_hub_id
-from hf_spec.adapters.card import GENERATED
-from hf_spec.adapters.published import PublishedHead, known_head, write_published
-from hf_spec.common.compat import CACHE_NAME
+from hf_spec.adapters.adapter import base_name
+from hf_spec.adapters.published import PublishedHead, known_head
 from hf_spec.common.errors import OptionError
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.draft_model.truncated import last_layers
@@ -36,21 +29,23 @@ from hf_spec.methods.eagle.layouts import Layout, Verifier, for_vllm
 from hf_spec.methods.eagle.settings import EAGLE_RUN, EagleTrainSettings
 from hf_spec.methods.eagle.spec import canonical_names, read_spec
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, check_plain_head
-from hf_spec.methods.feature_pairs.training_pairs import Pairs, cut_prompt, read_pairs
+from hf_spec.methods.feature_pairs.steps_loss import StepsLoss
 from hf_spec.methods.loading import resolve_published
-from hf_spec.training.answers import learned_from
-from hf_spec.training.features import LAST, Text, fused_layers, num_features
-from hf_spec.training.held_out import acceptance, learned_and_held
+from hf_spec.training.features import LAST, Text, fused_layers
+from hf_spec.training.heads import (
+    INIT_STD,
+    CardText,
+    HeadRun,
+    as_stored,
+    check_family,
+    layer_config,
+)
 from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.rollouts import OnlineTraining
 from hf_spec.training.settings import TrainSettings
-from hf_spec.training.trainer import MicroBatch, micro_batches, processes, train
 
-# Texts per forward pass of the evaluation.
-EVALUATION_BATCH = 8
-# Standard deviation of weights without a counterpart in the target, as in transformers.
-INIT_STD = 0.02
+CARD = CardText("An EAGLE-3 head", "eagle", "vLLM's speculators", "eagle3", "eagle")
 
 
 def run_training(job: TrainingJob) -> TrainingResult:
@@ -86,38 +81,15 @@ def train_eagle(
     check_plain_head(model)
     if start is not None:
         check_start(start, model, settings)
-    learned, held = learned_and_held(texts, settings.held_back, "texts")
+    training = HeadRun(model, texts, settings, run, start)
     torch.manual_seed(run.seed)
-    initial = new_head(model, learned, settings, folder) if start is None else start
+    initial = new_head(model, training.learned, settings, folder) if start is None else start
     head = build(initial, model)
     trained = dict(head.attention.named_parameters())
-    for parameter in trained.values():
-        parameter.requires_grad_(True)
-    loss = StepsLoss(head, model, settings)
-    lengths = [
-        num_features(t.response) - cut_prompt(t.response, settings.max_context) for t in learned
-    ]
-    epochs = micro_batches(learned, lengths, run)
-
-    def evaluate() -> dict[str, float]:
-        batches = [held[i : i + EVALUATION_BATCH] for i in range(0, len(held), EVALUATION_BATCH)]
-        return acceptance([match for batch in batches for match in loss.matches(batch)])
-
-    # The name only: a published head must not carry local paths.
-    started = None if start is None else Path(start.name).name
-    record = {**asdict(settings), "texts": len(texts), "start": started}
-    sources = learned_from(model, [text.response for text in texts])
-    metrics = train(
-        trained, loss, epochs, run, folder / "training", evaluate, {**record, **sources}
-    )
-    if processes().is_main_process:
-        # Initial tensors include the draft vocabulary, which is not trained.
-        tensors = canonical_names(initial.tensors)
-        tensors |= {name: weight.detach().bfloat16() for name, weight in trained.items()}
-        config, tensors = layout(head, tensors, model, settings.steps)
-        config["hf_spec"] = {"training": {**record, **asdict(run)}, "held_back": metrics}
-        card = _card(base_name(model), folder, metrics)
-        write_published(folder, config, tensors, card)
+    metrics = training.train(trained, StepsLoss(head, model, settings), folder)
+    # Initial tensors include the draft vocabulary, which is not trained.
+    tensors = {**canonical_names(initial.tensors), **as_stored(trained)}
+    training.write(folder, *layout(head, tensors, model, settings.steps), CARD)
     return metrics
 
 
@@ -144,18 +116,8 @@ def new_head(
     vocabulary = answer_vocabulary(
         model, (text.response for text in texts), settings.vocabulary_size
     )
-    config: Any = model.config.get_text_config()
-    width, heads = config.hidden_size, config.num_attention_heads
     head_config = {
-        "hidden_size": width,
-        "intermediate_size": settings.mlp_size or config.intermediate_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or width // heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "rope_theta": (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0),
-        "max_position_embeddings": config.max_position_embeddings,
+        **layer_config(model, settings.mlp_size, 1),
         "eagle_aux_hidden_state_layer_ids": list(fused_layers(model)[:-1]),
     }
     scores = FewTokensHead(model.get_output_embeddings(), vocabulary).scores
@@ -178,8 +140,7 @@ def layout(
 def check_start(start: PublishedHead, model: PreTrainedModel, settings: EagleTrainSettings) -> None:
     """Raise `OptionError` or `AssistantError` if training cannot continue from a head."""
     what = f"the head to start from, {start.name!r},"
-    if start.family != "eagle3":
-        raise OptionError(f"{what} is of the family {start.family!r}, not 'eagle3'")
+    check_family(start, ("eagle3",))
     tensors = canonical_names(start.tensors)
     spec = read_spec(start, tensors, model.config.get_text_config())
     layers = fused_layers(model)[:-1]
@@ -206,97 +167,6 @@ def _recorded_vocabulary_size(start: PublishedHead) -> object:
     record = start.config.get("hf_spec")
     training = record.get("training") if isinstance(record, dict) else None
     return training.get("vocabulary_size", ()) if isinstance(training, dict) else ()
-
-
-class StepsLoss:
-    """Loss of a head over several draft steps, with a frozen target as the teacher."""
-
-    def __init__(self, head: EagleHead, target: PreTrainedModel, settings: EagleTrainSettings):
-        self.head, self.target, self.settings = head, target, settings
-        vocabulary = head.head.vocabulary
-        self.teacher = FewTokensHead(target.get_output_embeddings(), vocabulary)
-        self.layers = (*head.hidden_layers, *LAST)
-
-    def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
-        """Return the loss summed over the learned positions, and their number."""
-        pairs = read_pairs(self.target, batch.items, 1, self.settings.max_context, self.layers)
-        width = self.target.config.get_text_config().hidden_size
-        # The last of the fused layers is the state after the final norm, which the head reads.
-        states = pairs.features[pairs.rows, pairs.places + 1, -width:]
-        with torch.no_grad(), self._autocast():
-            logits = self.teacher.draft_logits(states.to(self.target.dtype))
-            target_probs = logits.float().softmax(dim=-1)
-        weights = [self.settings.step_weight**step for step in range(self.settings.steps)]
-        total = torch.zeros((), device=states.device)
-        for step, outputs in enumerate(self._steps(pairs)):
-            # Positions before `step` have no draft of that depth.
-            deep = pairs.places >= step
-            with self._autocast():
-                logits = self.head.head.draft_logits(outputs[pairs.rows[deep], pairs.places[deep]])
-            entropy = F.cross_entropy(logits.float(), target_probs[deep], reduction="sum")
-            total = total + entropy * (weights[step] / sum(weights))
-        return total, len(states)
-
-    @torch.no_grad()
-    def matches(self, texts: Sequence[Text]) -> list[Tensor]:
-        """Return per text (answer tokens, steps) bool: which tokens of greedy drafts are correct.
-
-        Row n is the draft whose first token is answer token n. Each step reads the text's tokens,
-        which equal the draft's as long as it is correct. Tokens past the text count as wrong.
-        """
-        pairs = read_pairs(self.target, texts, 1, None, self.layers)
-        answers = pairs.tokens[pairs.rows, pairs.places + 1]
-        size = (len(texts), pairs.tokens.shape[1] + self.settings.steps, self.settings.steps)
-        correct = torch.zeros(size, dtype=torch.bool, device=answers.device)
-        for step, outputs in enumerate(self._steps(pairs)):
-            with self._autocast():
-                logits = self.head.head.draft_logits(outputs[pairs.rows, pairs.places])
-            hit = self.head.head.tokens(logits.argmax(dim=-1)) == answers
-            # The draft with this token as number `step` began `step` positions earlier.
-            deep = pairs.places >= step
-            correct[pairs.rows[deep], pairs.places[deep] - step, step] = hit[deep]
-        return [correct[row, first:stop].cpu() for row, (first, stop) in enumerate(pairs.span)]
-
-    def _steps(self, pairs: Pairs) -> Iterator[Tensor]:
-        """Yield the (B, T, h) outputs of each step of `draft_steps`."""
-        states = pairs.features.chunk(len(self.layers), dim=-1)[:-1]
-        with self._autocast():
-            features = self.head.fuse(states)
-        steps = draft_steps(self.head, pairs.tokens, features, self.settings.steps)
-        for _ in range(self.settings.steps):
-            with self._autocast():
-                outputs = next(steps)
-            yield outputs
-
-    def _autocast(self) -> torch.autocast:
-        half = self.target.dtype in (torch.bfloat16, torch.float16)
-        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=half)
-
-
-def draft_steps(
-    head: EagleHead, tokens: Tensor, features: Tensor, num_steps: int
-) -> Iterator[Tensor]:
-    """Run the draft steps from every position of whole texts at once; yield (B, T, h) outputs.
-
-    In step s, position i is the s-th draft pair after the true pairs 0 to i - s. Its feature is the
-    output of step s - 1 at position i - 1. It sees the true pairs and its own draft ancestors, one
-    per earlier step. The inputs are (B, T) int64 t_{i+1}, and (B, T, h) from `EagleHead.fuse`.
-    """
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    back = positions[:, None] - positions
-    cache = DynamicCache()
-    for step in range(num_steps):
-        # The cache holds the keys of step 0 (true pairs), then those of each later step.
-        seen = [back >= step, *(back == step - earlier for earlier in range(1, step + 1))]
-        mixed, _ = head.mix(tokens, features)
-        outputs = head.attend(
-            mixed,
-            attention_mask=torch.cat(seen, dim=-1)[None, None],
-            position_ids=positions[None],
-            **{CACHE_NAME: cache},
-        )
-        yield outputs
-        features = torch.cat([features[:, :1], outputs[:, :-1].to(features.dtype)], dim=1)
 
 
 def _initial_weights(model: PreTrainedModel, layer: dict[str, Any]) -> dict[str, Tensor]:
@@ -345,33 +215,3 @@ def _cut_to(weight: Tensor | None, shape: tuple[int, int]) -> Tensor:
     if weight is None or weight.shape[0] < shape[0] or weight.shape[1] < shape[1]:
         return torch.randn(shape) * INIT_STD
     return weight[: shape[0], : shape[1]].clone()
-
-
-def _card(base: str, folder: Path, metrics: Mapping[str, float]) -> str:
-    """Return the model card."""
-    rows = "\n".join(f"| `{name}` | {value:.4f} |" for name, value in metrics.items())
-    return f"""---
-{f"base_model: {base}" if is_hub_id(base) else "library_name: hf_spec"}
-tags:
-- speculative-decoding
-- eagle3
----
-
-{GENERATED}
-
-# An EAGLE-3 head for {base}
-
-Written by `hf-spec train eagle` in the layout of vLLM's speculators; see `config.json` for options.
-
-```python
-import hf_spec  # adds spec_strategy= and assistant= to generate()
-
-model.generate(**inputs, spec_strategy="eagle", assistant={folder.name!r}, max_new_tokens=64)
-```
-
-## Held-out texts
-
-| | |
-|---|---|
-{rows}
-"""

@@ -49,8 +49,8 @@ from transformers import PreTrainedModel
 
 from hf_spec.methods.falcon.head import FalconHead
 from hf_spec.methods.falcon.settings import CsgdSettings
-from hf_spec.methods.feature_pairs.training_pairs import Pairs, read_pairs
 from hf_spec.training.features import Text
+from hf_spec.training.pairs import Pairs, read_pairs
 from hf_spec.training.trainer import MicroBatch, mixed_precision
 
 NOISE_LENGTH = 512

@@ -28,11 +28,11 @@ from hf_spec.methods.falcon.settings import (
     FalconTrainSettings,
 )
 from hf_spec.methods.feature_pairs.draft_head import check_plain_head
-from hf_spec.methods.feature_pairs.training_pairs import cut_prompt, read_pairs
 from hf_spec.training.answers import learned_from
 from hf_spec.training.features import LAST, Text, fused_layers, num_features, text_features
 from hf_spec.training.held_out import acceptance, learned_and_held
 from hf_spec.training.job import TrainingJob, TrainingResult
+from hf_spec.training.pairs import cut_prompt, read_pairs
 from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.rollouts import OnlineTraining
 from hf_spec.training.settings import TrainSettings
@@ -95,7 +95,7 @@ def train_falcon(
     head.train()
     inputs = {**facts, **learned_from(model, [text.response for text in texts])}
     figures = train(head.trained(), loss, epochs, run, folder / "training", evaluate, inputs)
-    record = {"training": {**facts, **asdict(run)}, "held_back": figures}
+    record = {"training": {**facts, **run.recorded}, "held_back": figures}
     return save_trained(folder, head.to_adapter({"max_depth": settings.max_depth, **record}))
 
 

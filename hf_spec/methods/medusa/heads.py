@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from hf_spec.adapters.reading import whole_number
 from hf_spec.common.errors import AssistantError
 from hf_spec.drafting.one_pass_drafter import FixedProposals, Proposals
 from hf_spec.engine.fast.packed_linear import install_packed_linears
+from hf_spec.methods.medusa.layouts import canonical_tensors, draft_vocabulary
 from hf_spec.methods.one_pass_heads import OnePassHead
 from hf_spec.methods.published_weights import OutputHead, fitted, linear, sizes_of
 
@@ -48,15 +49,23 @@ NORM_EPS = 1e-6
 class MedusaHeads(OnePassHead):
     """K Medusa heads, from tensors "i.j.linear.weight", "i.j.linear.bias" and "i.J.weight".
 
-    Heads without a projection use the target's output head.
+    Heads without a projection use the target's output head. `vocabulary` are the (R,) int64 token
+    ids of the outputs; None for all tokens.
     """
 
     strategy = STRATEGY
 
-    def __init__(self, tensors: Mapping[str, Tensor], num_levels: int, target: PreTrainedModel):
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        num_levels: int,
+        target: PreTrainedModel,
+        vocabulary: Tensor | None = None,
+    ):
         super().__init__()
         self.base = BaseModel.of(target)
         self.num_levels = num_levels
+        self.vocabulary = vocabulary
         self.blocks = nn.ModuleList()
         self.projections = nn.ModuleList()
         for level in range(num_levels):
@@ -64,17 +73,34 @@ class MedusaHeads(OnePassHead):
             names = [f"{level}.{block}.linear" for block in range(depth)]
             layers = (linear(tensors[f"{n}.weight"], tensors[f"{n}.bias"]) for n in names)
             self.blocks.append(nn.ModuleList(layers))
-            self.projections.append(OutputHead(target, tensors.get(f"{level}.{depth}.weight")))
+            weight = tensors.get(f"{level}.{depth}.weight")
+            self.projections.append(OutputHead(target, weight, vocabulary))
 
     def forward(self, features: Tensor, depth: int) -> Tensor:
         """(A, H) features -> (A, depth, V) logits of the first levels."""
         logits = []
-        for blocks, projection in list(zip(self.blocks, self.projections, strict=True))[:depth]:
-            hidden = features
-            for block in cast("nn.ModuleList", blocks):
-                hidden = hidden + F.silu(block(hidden))
-            logits.append(projection(hidden))
+        for level in range(depth):
+            projection = cast("OutputHead", self.projections[level])
+            logits.append(projection.over_vocabulary(self.draft_logits(features, level)))
         return torch.stack(logits, dim=1)
+
+    def draft_logits(self, features: Tensor, level: int) -> Tensor:
+        """(A, H) features -> (A, R) logits of a level, from 0, over the draft vocabulary."""
+        hidden = features
+        for block in cast("nn.ModuleList", self.blocks[level]):
+            hidden = hidden + F.silu(block(hidden))
+        return cast("OutputHead", self.projections[level]).draft_logits(hidden)
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """Return the weights by the names of `hf_spec.methods.medusa.layouts`."""
+        weights: dict[str, nn.Parameter] = {}
+        for level, (blocks, head) in enumerate(zip(self.blocks, self.projections, strict=True)):
+            layers: Any = list(cast("nn.ModuleList", blocks))
+            for index, layer in enumerate(layers):
+                weights[f"{level}.{index}.linear.weight"] = layer.weight
+                weights[f"{level}.{index}.linear.bias"] = layer.bias
+            weights[f"{level}.{len(layers)}.weight"] = cast("Any", head).scores.weight
+        return weights
 
     def propose(self, features: Tensor, depth: int) -> Proposals:
         """Return the proposals after the roots that follow (A, H) features."""
@@ -183,18 +209,11 @@ class NewestFeatures:
 
 
 def build_medusa(head: PublishedHead, target: PreTrainedModel) -> MedusaHeads:
-    """Return Medusa heads in the format of FasterDecoding's code; tensors give their number.
+    """Return Medusa heads in the layout of FasterDecoding's code or vLLM's.
 
-    Repositories of version 1.0 may also hold the whole model; heads then have the prefix
-    "medusa_head.".
+    The tensors give the number of heads.
     """
-    prefix = "medusa_head."
-    prefixed = any(key.startswith(prefix) for key in head.tensors)
-    stored = {
-        key.removeprefix(prefix): tensor
-        for key, tensor in head.tensors.items()
-        if key.startswith(prefix) or not prefixed
-    }
+    stored = canonical_tensors(head)
     levels = {_level(key) for key in stored}
     if not stored or levels != set(range(len(levels))) or len(levels) > MAX_LEVELS:
         raise AssistantError(
@@ -202,6 +221,12 @@ def build_medusa(head: PublishedHead, target: PreTrainedModel) -> MedusaHeads:
             "'0.1.weight' and so on, numbered without gaps"
         )
     size, vocab = sizes_of(target)
+    vocabulary = draft_vocabulary(head, vocab)
+    if vocabulary is not None:
+        # vLLM accepts projections with all rows, too.
+        whole = (vocab, size)
+        cut = {key: t[vocabulary] for key, t in stored.items() if tuple(t.shape) == whole}
+        stored |= {} if vocab == size else cut
     projected = {f"{i}.{_depth(stored, i)}.weight" in stored for i in levels}
     if len(projected) > 1:
         raise AssistantError(
@@ -214,9 +239,10 @@ def build_medusa(head: PublishedHead, target: PreTrainedModel) -> MedusaHeads:
             expected[f"{level}.{block}.linear.weight"] = (size, size)
             expected[f"{level}.{block}.linear.bias"] = (size,)
         if True in projected:
-            expected[f"{level}.{depth}.weight"] = (vocab, size)
+            rows = vocab if vocabulary is None else len(vocabulary)
+            expected[f"{level}.{depth}.weight"] = (rows, size)
     tensors = fitted(head, stored, expected, target)
-    return MedusaHeads(tensors, len(levels), target)
+    return MedusaHeads(tensors, len(levels), target, vocabulary)
 
 
 def build_mlp_speculator(head: PublishedHead, target: PreTrainedModel) -> MlpSpeculator:

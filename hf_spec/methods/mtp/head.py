@@ -59,6 +59,7 @@ class Layout:
         features_first: the projection reads [feature; embedding].
         zeroes_first_embedding: the embedding at position 0 is zero.
         recycles_raw_output: the next step reads the layer's output, not the normed one.
+        example: a prefix that the pattern matches, with {} for the layer number.
     """
 
     prefix: str
@@ -67,9 +68,17 @@ class Layout:
     features_first: bool = False
     zeroes_first_embedding: bool = False
     recycles_raw_output: bool = False
+    example: str = ""
+
+    @property
+    def switches(self) -> tuple[bool, bool, bool]:
+        """What distinguishes the network from those of other layouts."""
+        return self.features_first, self.zeroes_first_embedding, self.recycles_raw_output
 
 
 LAYERNORMS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+# The package speculators.
+SPECULATORS = Layout(r"mtp_layers\.0\.", "", LAYERNORMS, example="mtp_layers.0.")
 LAYOUTS = (
     # DeepSeek-V3, GLM-4.5, Kimi-K2: numbered after the model's last layer.
     Layout(
@@ -78,15 +87,20 @@ LAYOUTS = (
         ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
         zeroes_first_embedding=True,
         recycles_raw_output=True,
+        example="model.layers.{}.",
     ),
     # Qwen3-Next, Qwen3.5 and 3.6, Mellum.
     Layout(r"mtp\.", "layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
     # MiMo.
     Layout(
-        r"model\.mtp_layers\.0\.", "", LAYERNORMS, features_first=True, zeroes_first_embedding=True
+        r"model\.mtp_layers\.0\.",
+        "",
+        LAYERNORMS,
+        features_first=True,
+        zeroes_first_embedding=True,
+        example="model.mtp_layers.0.",
     ),
-    # The package speculators.
-    Layout(r"mtp_layers\.0\.", "", LAYERNORMS),
+    SPECULATORS,
 )
 
 
@@ -120,12 +134,19 @@ class MtpHead(PairHead):
         self.joined.load_state_dict(weights)
         # In a list, so that the target's embedding is not registered as a submodule.
         self._shared = [target.get_input_embeddings()]
+        # In a list, so that it is not registered twice.
+        self._output_norm = [norm]
         output_norm = norm if layout.recycles_raw_output else nn.Identity()
         scores = target.get_output_embeddings()
         self.head = NormedHead(output_norm, scores, None, num_embeddings(target))
         # Not on `self`, which holds the target's output head.
         for module in (self.attention, self.joined, norm):
             module.requires_grad_(False).eval()
+
+    @property
+    def output_norm(self) -> Any:
+        """The norm before the target's output head."""
+        return self._output_norm[0]
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """See `PairHead`."""
@@ -163,15 +184,15 @@ def head_of_target_files(target: PreTrainedModel) -> MtpHead:
     if not folder.is_dir():
         revision = getattr(target.config, "_commit_hash", None)
         folder = Place(name, revision).fetch((INDEX, "*.safetensors"))
-    return _build_from(f"the MTP module of {name!r}", folder, target)
+    return build_from(f"the MTP module of {name!r}", folder, target)
 
 
 def build(head: PublishedHead, target: PreTrainedModel) -> MtpHead:
     """Return the MTP module of a folder that the package speculators wrote."""
-    return _build_from(f"the MTP module {head.name!r}", head.tensors, target)
+    return build_from(f"the MTP module {head.name!r}", head.tensors, target)
 
 
-def _build_from(what: str, source: Path | Mapping[str, Tensor], target: PreTrainedModel) -> MtpHead:
+def build_from(what: str, source: Path | Mapping[str, Tensor], target: PreTrainedModel) -> MtpHead:
     """Build the module from tensors, or from a folder of which only its tensors are read."""
     stored = _tensor_names(source) if isinstance(source, Path) else set(source)
     module = find_module(stored, target.config.get_text_config().num_hidden_layers)

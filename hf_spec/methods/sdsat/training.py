@@ -124,7 +124,7 @@ def train_sdsat(
         student.release()
     options = {
         "num_adaptive": settings.num_adaptive or settings.window,
-        "training": {**record, **asdict(run)},
+        "training": {**record, **run.recorded},
         "held_back": metrics,
     }
     if settings.mode != "full":

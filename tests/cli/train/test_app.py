@@ -68,7 +68,17 @@ def test_errors_come_in_one_sentence(model_folder: Path, tmp_path: Path) -> None
 
 def test_help_teaches() -> None:
     text = run("train", "--help").output
-    for name in ("responses", "draft", "disco", "falcon", "eagle", "sdsat"):
+    for name in (
+        "responses",
+        "block",
+        "draft",
+        "disco",
+        "falcon",
+        "eagle",
+        "medusa",
+        "mtp",
+        "sdsat",
+    ):
         assert name in text
     assert "MODEL" in run("train", "disco", "--help").output
     assert "spec_strategy" in " ".join(run("train", "disco", "--help").output.split())
@@ -240,6 +250,54 @@ class TestEagle:
         assert result.exit_code == 0, result.output
         told = json.loads((tmp_path / "again" / "config.json").read_text())
         assert told["hf_spec"]["training"]["start"] == "my head"
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "options"),
+    [
+        ("medusa", "heads", ("--num-heads", 2, "--vocab-size", 40)),
+        ("block", "block", ("--block-size", 3, "--num-layers", 1, "--vocab-size", 40)),
+        ("mtp", "mtp", ("--steps", 2)),
+    ],
+)
+def test_other_heads_and_their_next_commands(
+    name: str,
+    strategy: str,
+    options: tuple[object, ...],
+    model_folder: Path,
+    responses: Path,
+    tmp_path: Path,
+) -> None:
+    """Held-out figures of two draft tokens, a benchmark, and a second training from the head."""
+    out, small = tmp_path / "my head", ("--num-train-epochs", 1, "--batch-tokens", 60)
+    train = ("train", name, model_folder, "--responses", responses, *options, *small)
+    result = run(*train, "--out", out)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "slot_2_given" in text
+    assert "slot_3" not in text
+    words = next_step(result)
+    assert words[:4] == ["bench", str(model_folder), "--strategy", f"{strategy}@{out}"]
+    result = run(*words, *short_bench(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert f"{strategy}@my head" in result.stdout
+    result = run(*train, "--out", tmp_path / "again", "--init", out, "--no-store")
+    assert result.exit_code == 0, result.output
+    told = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert told["hf_spec"]["training"]["start"] == "my head"
+
+
+def test_a_tracker_that_is_not_installed(
+    model_folder: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_spec.training.trainer.get_available_trackers", list)
+    train = ("train", "mtp", model_folder, "--responses", responses, "--out", tmp_path / "a")
+    result = run(*train, "--log-with", "wandb")
+    assert result.exit_code == 2
+    assert "pip install wandb" in " ".join(result.output.split())
+    result = run(*train, "--log-with", "mlflow")
+    assert result.exit_code == 2
+    assert "'mlflow' is not one of" in " ".join(result.output.replace("│", " ").split())
 
 
 class TestSdsat:

@@ -15,7 +15,8 @@ from hf_spec import AssistantError, OptionError
 from hf_spec.adapters.published import PublishedHead, known_head, read_published
 from hf_spec.methods.eagle.head import EagleHead, build
 from hf_spec.methods.eagle.settings import EagleTrainSettings
-from hf_spec.methods.eagle.training import StepsLoss, draft_steps, new_head, train_eagle
+from hf_spec.methods.eagle.training import new_head, train_eagle
+from hf_spec.methods.feature_pairs.steps_loss import StepsLoss, draft_steps
 from hf_spec.training.features import Text, fused_layers, stored_texts
 from hf_spec.training.held_out import acceptance, split_by_hash
 from hf_spec.training.responses import Response

@@ -19,8 +19,8 @@ from hf_spec.methods.falcon.csgd import (
     replaced_places,
 )
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
-from hf_spec.methods.feature_pairs.training_pairs import Pairs
 from hf_spec.training.features import Text, text_features
+from hf_spec.training.pairs import Pairs
 from hf_spec.training.responses import Response
 from hf_spec.training.trainer import MicroBatch
 

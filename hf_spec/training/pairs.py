@@ -48,6 +48,11 @@ class Pairs:
         places = torch.cat([torch.arange(first, stop) for first, stop in self.span])
         return places.to(self.tokens.device)
 
+    def has_level(self, level: int) -> Tensor:
+        """Return (M,) bool: learned places whose text goes on `level` tokens behind the answer."""
+        stops = torch.tensor([stop for _, stop in self.span], device=self.tokens.device)
+        return self.places + level < stops[self.rows]
+
 
 def cut_prompt(response: Response, max_context: int | None) -> int:
     """Return the number of prompt tokens to skip, so that at most `max_context` remain."""

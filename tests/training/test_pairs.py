@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.methods.feature_pairs.training_pairs import read_pairs
 from hf_spec.training.features import Text, text_features
+from hf_spec.training.pairs import read_pairs
 from hf_spec.training.responses import Response
 
 

@@ -1,0 +1,309 @@
+"""Training DFlash heads: blocks of one pass equal those of drafting, the loss, and reading back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec import BlockConfig, OptionError
+from hf_spec.adapters.published import PublishedHead, known_head
+from hf_spec.methods.block.anchored import anchored_blocks, use_plain_attention
+from hf_spec.methods.block.head import BlockHead
+from hf_spec.methods.block.layouts import build_block_head
+from hf_spec.methods.block.runner import BlockRunner
+from hf_spec.methods.block.settings import BlockTrainSettings
+from hf_spec.methods.block.training import (
+    BlockLoss,
+    draw_anchors,
+    layout,
+    new_head,
+    start_head,
+    train_block,
+    trained_weights,
+)
+from hf_spec.training.features import Text, fused_layers, stored_texts
+from hf_spec.training.pairs import read_pairs
+from hf_spec.training.responses import Response
+from hf_spec.training.settings import TrainSettings
+from hf_spec.training.trainer import MicroBatch
+from tests import head_training as checks
+from tests.feature_reference import block_outputs, deepspec, dflash, save, watch_drafts
+from tests.tiny_models import prompts
+
+SETTINGS = BlockTrainSettings(
+    block_size=4, num_layers=2, anchors=5, vocabulary_size=60, mlp_size=24, held_back=0.4
+)
+KINDS = ((None, False),) * 2
+
+
+@pytest.fixture
+def texts(model: PreTrainedModel, responses: list[Response], tmp_path: Path) -> list[Text]:
+    return stored_texts(model, responses, tmp_path / "features", fused_layers(model))
+
+
+def published(
+    model: PreTrainedModel, texts: list[Text], folder: Path, **more: Any
+) -> PublishedHead:
+    """A head with large random weights, and the sizes of the plain implementation."""
+    torch.manual_seed(0)
+    made = new_head(model, texts, SETTINGS, folder)
+    kept = ("lm_head.weight", "d2t", "t2d")
+    tensors = {
+        name: tensor if name in kept else tensor + torch.randn(tensor.shape) * 0.2
+        for name, tensor in made.tensors.items()
+    }
+    config = {**made.config, "rope_theta": 5000.0, "rms_norm_eps": 1e-5, **more}
+    return replace(made, tensors=tensors, config=config)
+
+
+@pytest.fixture
+def head(model: PreTrainedModel, texts: list[Text], tmp_path: Path) -> BlockHead:
+    return start_head(published(model, texts, tmp_path), model, SETTINGS)
+
+
+def one_block(
+    model: PreTrainedModel, head: BlockHead, tokens: list[int], place: int, states: Tensor
+) -> Tensor:
+    """(b, width) outputs of the block whose context ends at a place, in plain torch."""
+    weights = {name: weight.detach() for name, weight in head.named_parameters()}
+    embedding = model.get_input_embeddings().weight  # type: ignore[union-attr]
+    mask = head.shape.mask_token_id
+    block = embedding[[tokens[place + 1], *[mask] * (head.shape.block_size - 1)]]
+    return block_outputs(weights, states[: place + 1], block, KINDS)
+
+
+@torch.no_grad()
+def test_all_blocks_of_a_pass_equal_single_blocks(model: PreTrainedModel, head: BlockHead) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 60, (2, 10), generator=generator)
+    states = torch.randn(2, 9, 3 * 32, generator=generator)
+    places = torch.tensor([[0, 3, 8], [5, 2, 2]])
+    roots = tokens.gather(1, places + 1)
+    found = anchored_blocks(head, states.chunk(3, dim=-1), roots, places)
+    for row in range(2):
+        for block, place in enumerate(places[row].tolist()):
+            expected = one_block(model, head, tokens[row].tolist(), place, states[row])
+            torch.testing.assert_close(found[row, block], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_drafts_do_not_depend_on_later_tokens(head: BlockHead) -> None:
+    """Gradients reach the states up to the anchor only, and no other block."""
+    states = torch.randn(1, 9, 3 * 32, requires_grad=True)
+    places, roots = torch.tensor([[2, 5, 7]]), torch.tensor([[4, 5, 6]])
+    outputs = anchored_blocks(head, states.chunk(3, dim=-1), roots, places)
+    for block, place in enumerate(places[0].tolist()):
+        for position in range(SETTINGS.block_size):
+            [slope] = torch.autograd.grad(
+                outputs[0, block, position].square().sum(), states, retain_graph=True
+            )
+            reached = slope[0].abs().sum(-1) > 0
+            assert reached.tolist() == [index <= place for index in range(9)]
+    others = torch.tensor([[9, 5, 11]])
+    again = anchored_blocks(head, states.chunk(3, dim=-1), others, places)
+    torch.testing.assert_close(again[0, 1], outputs[0, 1])
+    assert (again[0, 0] - outputs[0, 0]).abs().max() > 1e-3
+
+
+def test_the_loss_is_that_of_every_anchor(
+    model: PreTrainedModel, texts: list[Text], head: BlockHead
+) -> None:
+    """Early tokens weigh more; tokens behind the answer are not learned."""
+    settings = replace(SETTINGS, max_context=None)
+    batch = MicroBatch(checks.computed(texts[:4]), seed=7)
+    pairs = read_pairs(model, batch.items, 1, None, fused_layers(model))
+    drawn, real = draw_anchors(pairs, 5, 7)
+    assert real.all()
+    expected, count = 0.0, 0
+    ids: Any = head.output.vocabulary
+    weights = [math.exp(-level / 4) for level in range(3)]
+    for text, places in zip(texts[:4], drawn.tolist(), strict=True):
+        response = text.response
+        tokens = [*response.prompt, *response.response]
+        states, probs = checks.states_and_probs(model, tokens, ids)
+        context = torch.cat([states[i] for i in head.shape.hidden_layers], dim=-1)
+        for place in places:
+            assert len(response.prompt) - 2 <= place < len(tokens) - 2
+            count += 1
+            outputs = one_block(model, head, tokens, place, context)
+            for level in range(3):
+                drafted = place + 2 + level
+                if drafted < len(tokens):
+                    logits = head.logits(outputs[level + 1])
+                    entropy = checks.entropy(probs[drafted - 1], logits)
+                    expected += entropy * weights[level] / sum(weights)
+    with torch.no_grad():
+        loss, number = BlockLoss(head, model, settings)(batch)
+    assert number == count == 20
+    assert float(loss) == pytest.approx(expected, rel=1e-4)
+
+
+def test_anchors_are_different_random_places(model: PreTrainedModel, texts: list[Text]) -> None:
+    pairs = read_pairs(model, texts[:3], 1, None, fused_layers(model))
+    seen = set()
+    for seed in range(40):
+        places, real = draw_anchors(pairs, 3, seed)
+        assert real.all()
+        assert all(len(set(row)) == 3 for row in places.tolist())
+        seen.update(places[0].tolist())
+    first, stop = pairs.span[0]
+    assert seen == set(range(first, stop))
+    places, real = draw_anchors(pairs, 100, 0)
+    assert real.sum(1).tolist() == pairs.counts
+
+
+def test_it_learns(model: PreTrainedModel, texts: list[Text], tmp_path: Path) -> None:
+    def train(folder: Path, run: TrainSettings) -> dict[str, float]:
+        return train_block(model, checks.twice(texts), folder, settings, run)
+
+    # Every place of the answers.
+    settings = replace(SETTINGS, anchors=12)
+    run = replace(checks.RUN, epochs=40)
+    checks.check_learning(model, texts, train, "block", tmp_path, run)
+    written = known_head(tmp_path / "head")
+    assert written.config["speculators_config"]["algorithm"] == "dflash"
+    proposal = written.config["speculators_config"]["proposal_methods"][0]
+    assert proposal["speculative_tokens"] == 3
+    assert written.config["draft_vocab_size"] == len(written.tensors["lm_head.weight"]) == 60
+    ids = build_block_head(written, model).output.vocabulary
+    assert ids is not None
+    assert written.tensors["t2d"].nonzero().flatten().tolist() == ids.tolist()
+
+
+def test_a_resumed_training_is_the_same(
+    model: PreTrainedModel, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(folder: Path, run: TrainSettings) -> dict[str, float]:
+        return train_block(model, texts, folder, SETTINGS, run)
+
+    checks.check_resuming(train, BlockLoss, tmp_path, monkeypatch)
+
+
+def test_the_target_is_not_trained(
+    model: PreTrainedModel, texts: list[Text], tmp_path: Path
+) -> None:
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    train_block(model, texts, tmp_path, SETTINGS, replace(checks.RUN, epochs=1))
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_the_written_layout_is_read_back(
+    from_anchor: bool, model: PreTrainedModel, texts: list[Text], tmp_path: Path
+) -> None:
+    """Equal drafts of a ragged batch, and equal logits of two rounds."""
+    initial = published(model, texts, tmp_path, sample_from_anchor=from_anchor)
+    head = build_block_head(initial, model)
+    trained = {name: weight.detach() for name, weight in trained_weights(head).items()}
+    config, tensors = layout(head, initial, trained, model)
+    folders = [
+        save(tmp_path / name, PublishedHead("dflash", c, t, tmp_path, "x"))
+        for name, c, t in (
+            ("first", {**initial.config, "speculators_model_type": "dflash"}, initial.tensors),
+            ("written", config, tensors),
+        )
+    ]
+    drafts = []
+    for folder in folders:
+        with watch_drafts() as seen:
+            model.generate(
+                **prompts("llama", "ragged"),
+                max_new_tokens=7,
+                do_sample=False,
+                spec_strategy=BlockConfig(children=2),
+                assistant=folder,
+            )
+        drafts.append([(tree.tokens, tree.parent, texts) for tree, texts, _ in seen])
+    assert len(drafts[0]) > 2
+    assert drafts[0] == drafts[1]
+    first, written = (two_rounds(model, known_head(folder)) for folder in folders)
+    torch.testing.assert_close(written, first, atol=1e-5, rtol=1e-5)
+
+
+def two_rounds(model: PreTrainedModel, published: PublishedHead) -> Tensor:
+    """Logits of all levels of two rounds, the second after three more tokens."""
+    head, text = build_block_head(published, model), list(range(3, 15))
+    states, _ = checks.states_and_probs(model, text, None)
+    runner, found = BlockRunner(head, 1), []
+    with runner.active():
+        for begin, end in ((0, 8), (8, 11)):
+            parts = [states[layer][begin:end] for layer in head.hidden_layers]
+            runner.learn({0: (begin, end - begin)}, parts)
+            proposed, token = runner.propose({0: text[end]}, head.num_levels), text[end]
+            for _ in range(head.num_levels):
+                found.append(proposed.after(torch.tensor([token]), torch.tensor([0]))[0])
+                token = int(found[-1].argmax())
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def test_training_drafts_what_generation_drafts(
+    model: PreTrainedModel, texts: list[Text], tmp_path: Path
+) -> None:
+    """The outputs of the training pass are those of the runner that `generate()` uses."""
+    head, text = build_block_head(published(model, texts, tmp_path), model), list(range(3, 15))
+    states, _ = checks.states_and_probs(model, text, None)
+    parts = [states[layer] for layer in head.hidden_layers]
+    runner, found = BlockRunner(head, 1), []
+    with runner.active():
+        for begin, end in ((0, 8), (8, 11)):
+            runner.learn({0: (begin, end - begin)}, [part[begin:end] for part in parts])
+            proposed = runner.propose({0: text[end]}, 3)
+            found.append([proposed.after(torch.tensor([text[end]]), torch.tensor([0]))])
+            found[-1] += [proposed.after(torch.tensor([5]), torch.tensor([0])) for _ in range(2)]
+    use_plain_attention(head)
+    batch = [part[None] for part in parts]
+    places = torch.tensor([[7, 10]])
+    outputs = anchored_blocks(head, batch, torch.tensor([[text[8], text[11]]]), places)
+    for block in range(2):
+        for level in range(3):
+            logits = head.output.over_vocabulary(head.logits(outputs[0, block, level + 1]))
+            torch.testing.assert_close(logits, found[block][level][0], atol=1e-4, rtol=1e-4)
+
+
+class TestStart:
+    def test_it_starts_where_the_saved_head_ended(
+        self, model: PreTrainedModel, texts: list[Text], tmp_path: Path
+    ) -> None:
+        run = replace(checks.RUN, epochs=10)
+        ended = train_block(model, texts, tmp_path / "first", SETTINGS, run)
+        still = replace(run, epochs=1, learning_rate=0.0)
+        start = known_head(tmp_path / "first")
+        same = train_block(model, texts, tmp_path / "same", SETTINGS, still, start)
+        assert same == pytest.approx(ended, abs=0.05)
+        written = known_head(tmp_path / "same")
+        assert written.config["hf_spec"]["training"]["start"] == "first"
+        assert all(torch.equal(t, start.tensors[name]) for name, t in written.tensors.items())
+
+    def test_other_heads_are_refused(
+        self, model: PreTrainedModel, texts: list[Text], tmp_path: Path
+    ) -> None:
+        head = published(model, texts, tmp_path)
+        layers = list(fused_layers(model)[:-1])
+        several = {"layers": tuple(layers)}
+        kinds = ["sliding_attention", "full_attention"]
+        sliding = {**head.config, "layer_types": kinds, "sliding_window": 4}
+        sliding["use_sliding_window"] = True
+        cases = [
+            (head, {"block_size": 5}, "blocks of 4 and 2 layers, not 5 and 2; set block_size=4"),
+            (head, {"num_layers": 1}, "set block_size=4 and num_layers=2"),
+            (dflash(), {}, r"reads the layers \(0, 2\); training reads"),
+            (replace(head, config=sliding), {}, "sliding or causal layers"),
+            (deepspec(**several), {}, "family 'dspark', not 'dflash'"),
+        ]
+        for start, changes, reason in cases:
+            with pytest.raises(OptionError, match=reason):
+                start_head(start, model, replace(SETTINGS, **changes))
+
+
+@pytest.mark.parametrize("changes", [{"block_size": 1}, {"decay": 0.0}])
+def test_settings_out_of_range(changes: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(changes))):
+        replace(SETTINGS, **changes)
