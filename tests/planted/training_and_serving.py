@@ -117,7 +117,7 @@ MUTANTS = (
         file="hf_spec/methods/medusa/heads.py",
         old="return MedusaHeads(tensors, len(levels), target, vocabulary)",
         new="return MedusaHeads(tensors, len(levels), target, None)",
-        tests=("tests/methods/medusa/test_training.py::test_vllms_layout_is_read_back",),
+        tests=("tests/methods/medusa/test_layouts.py::test_vllms_layout_is_read_back",),
     ),
     Mutant(
         "blocks of a DFlash training see one token of the text too many",
@@ -125,7 +125,7 @@ MUTANTS = (
         file="hf_spec/methods/block/anchored.py",
         old="<= places[..., None]",
         new="<= places[..., None] + 1",
-        tests=("tests/methods/block/test_training.py::test_drafts_do_not_depend_on_later_tokens",),
+        tests=("tests/methods/block/test_anchored.py::test_drafts_do_not_depend_on_later_tokens",),
     ),
     Mutant(
         "blocks of a DFlash training see each other",
@@ -133,7 +133,7 @@ MUTANTS = (
         file="hf_spec/methods/block/anchored.py",
         old="(block[:, None] == block)",
         new="(block[:, None] >= block)",
-        tests=("tests/methods/block/test_training.py",),
+        tests=("tests/methods/block/test_anchored.py",),
     ),
     Mutant(
         "all tokens of a DFlash block weigh the same",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from accelerate.utils import LoggerType
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -108,7 +109,9 @@ class TestTrackers:
                 calls.append(("finish",))
 
         for module in ("accelerate.tracking", "hf_spec.training.trainer"):
-            monkeypatch.setattr(f"{module}.get_available_trackers", lambda: ["tensorboard"])
+            monkeypatch.setattr(
+                f"{module}.get_available_trackers", lambda: [LoggerType.TENSORBOARD]
+            )
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", Tracker)
         return calls
 

@@ -14,16 +14,13 @@ from transformers import PreTrainedModel
 
 from hf_spec import BlockConfig, OptionError
 from hf_spec.adapters.published import PublishedHead, known_head
-from hf_spec.methods.block.anchored import anchored_blocks, use_plain_attention
 from hf_spec.methods.block.head import BlockHead
 from hf_spec.methods.block.layouts import build_block_head
 from hf_spec.methods.block.runner import BlockRunner
-from hf_spec.methods.block.settings import BlockTrainSettings
 from hf_spec.methods.block.training import (
     BlockLoss,
     draw_anchors,
     layout,
-    new_head,
     start_head,
     train_block,
     trained_weights,
@@ -34,13 +31,9 @@ from hf_spec.training.responses import Response
 from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import MicroBatch
 from tests import head_training as checks
-from tests.feature_reference import block_outputs, deepspec, dflash, save, watch_drafts
+from tests.block_training import SETTINGS, one_block, published
+from tests.feature_reference import deepspec, dflash, save, watch_drafts
 from tests.tiny_models import prompts
-
-SETTINGS = BlockTrainSettings(
-    block_size=4, num_layers=2, anchors=5, vocabulary_size=60, mlp_size=24, held_back=0.4
-)
-KINDS = ((None, False),) * 2
 
 
 @pytest.fixture
@@ -48,67 +41,9 @@ def texts(model: PreTrainedModel, responses: list[Response], tmp_path: Path) -> 
     return stored_texts(model, responses, tmp_path / "features", fused_layers(model))
 
 
-def published(
-    model: PreTrainedModel, texts: list[Text], folder: Path, **more: Any
-) -> PublishedHead:
-    """A head with large random weights, and the sizes of the plain implementation."""
-    torch.manual_seed(0)
-    made = new_head(model, texts, SETTINGS, folder)
-    kept = ("lm_head.weight", "d2t", "t2d")
-    tensors = {
-        name: tensor if name in kept else tensor + torch.randn(tensor.shape) * 0.2
-        for name, tensor in made.tensors.items()
-    }
-    config = {**made.config, "rope_theta": 5000.0, "rms_norm_eps": 1e-5, **more}
-    return replace(made, tensors=tensors, config=config)
-
-
 @pytest.fixture
 def head(model: PreTrainedModel, texts: list[Text], tmp_path: Path) -> BlockHead:
     return start_head(published(model, texts, tmp_path), model, SETTINGS)
-
-
-def one_block(
-    model: PreTrainedModel, head: BlockHead, tokens: list[int], place: int, states: Tensor
-) -> Tensor:
-    """(b, width) outputs of the block whose context ends at a place, in plain torch."""
-    weights = {name: weight.detach() for name, weight in head.named_parameters()}
-    embedding = model.get_input_embeddings().weight  # type: ignore[union-attr]
-    mask = head.shape.mask_token_id
-    block = embedding[[tokens[place + 1], *[mask] * (head.shape.block_size - 1)]]
-    return block_outputs(weights, states[: place + 1], block, KINDS)
-
-
-@torch.no_grad()
-def test_all_blocks_of_a_pass_equal_single_blocks(model: PreTrainedModel, head: BlockHead) -> None:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, 60, (2, 10), generator=generator)
-    states = torch.randn(2, 9, 3 * 32, generator=generator)
-    places = torch.tensor([[0, 3, 8], [5, 2, 2]])
-    roots = tokens.gather(1, places + 1)
-    found = anchored_blocks(head, states.chunk(3, dim=-1), roots, places)
-    for row in range(2):
-        for block, place in enumerate(places[row].tolist()):
-            expected = one_block(model, head, tokens[row].tolist(), place, states[row])
-            torch.testing.assert_close(found[row, block], expected, atol=1e-5, rtol=1e-4)
-
-
-def test_drafts_do_not_depend_on_later_tokens(head: BlockHead) -> None:
-    """Gradients reach the states up to the anchor only, and no other block."""
-    states = torch.randn(1, 9, 3 * 32, requires_grad=True)
-    places, roots = torch.tensor([[2, 5, 7]]), torch.tensor([[4, 5, 6]])
-    outputs = anchored_blocks(head, states.chunk(3, dim=-1), roots, places)
-    for block, place in enumerate(places[0].tolist()):
-        for position in range(SETTINGS.block_size):
-            [slope] = torch.autograd.grad(
-                outputs[0, block, position].square().sum(), states, retain_graph=True
-            )
-            reached = slope[0].abs().sum(-1) > 0
-            assert reached.tolist() == [index <= place for index in range(9)]
-    others = torch.tensor([[9, 5, 11]])
-    again = anchored_blocks(head, states.chunk(3, dim=-1), others, places)
-    torch.testing.assert_close(again[0, 1], outputs[0, 1])
-    assert (again[0, 0] - outputs[0, 0]).abs().max() > 1e-3
 
 
 def test_the_loss_is_that_of_every_anchor(
@@ -243,31 +178,6 @@ def two_rounds(model: PreTrainedModel, published: PublishedHead) -> Tensor:
     return torch.stack(found)
 
 
-@torch.no_grad()
-def test_training_drafts_what_generation_drafts(
-    model: PreTrainedModel, texts: list[Text], tmp_path: Path
-) -> None:
-    """The outputs of the training pass are those of the runner that `generate()` uses."""
-    head, text = build_block_head(published(model, texts, tmp_path), model), list(range(3, 15))
-    states, _ = checks.states_and_probs(model, text, None)
-    parts = [states[layer] for layer in head.hidden_layers]
-    runner, found = BlockRunner(head, 1), []
-    with runner.active():
-        for begin, end in ((0, 8), (8, 11)):
-            runner.learn({0: (begin, end - begin)}, [part[begin:end] for part in parts])
-            proposed = runner.propose({0: text[end]}, 3)
-            found.append([proposed.after(torch.tensor([text[end]]), torch.tensor([0]))])
-            found[-1] += [proposed.after(torch.tensor([5]), torch.tensor([0])) for _ in range(2)]
-    use_plain_attention(head)
-    batch = [part[None] for part in parts]
-    places = torch.tensor([[7, 10]])
-    outputs = anchored_blocks(head, batch, torch.tensor([[text[8], text[11]]]), places)
-    for block in range(2):
-        for level in range(3):
-            logits = head.output.over_vocabulary(head.logits(outputs[0, block, level + 1]))
-            torch.testing.assert_close(logits, found[block][level][0], atol=1e-4, rtol=1e-4)
-
-
 class TestStart:
     def test_it_starts_where_the_saved_head_ended(
         self, model: PreTrainedModel, texts: list[Text], tmp_path: Path
@@ -301,9 +211,3 @@ class TestStart:
         for start, changes, reason in cases:
             with pytest.raises(OptionError, match=reason):
                 start_head(start, model, replace(SETTINGS, **changes))
-
-
-@pytest.mark.parametrize("changes", [{"block_size": 1}, {"decay": 0.0}])
-def test_settings_out_of_range(changes: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(changes))):
-        replace(SETTINGS, **changes)
