@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_spec.backend.device import clock, transfer
 from hf_spec.backend.device.capture import READS
+from hf_spec.engine.decode import logits_processors
 from hf_spec.engine.decode import verifiers as verification
 from hf_spec.engine.fast import cuda_graphs as step_graphs
 from hf_spec.engine.forward import kv_pool as kv_cache
@@ -74,6 +75,7 @@ class FakeGpu(TorchDispatchMode):
     Attributes:
         waits: what holds the host up, by the line of hf_spec that asks for it.
         sends, fetches: copies to and from the device.
+        sent_bytes, fetched_bytes: what these copy.
         launches: operations beside them, graphs among these, a graph being one.
         dtypes: of the results of operations on the device.
         launch_seconds: what each of these takes the device.
@@ -91,6 +93,7 @@ class FakeGpu(TorchDispatchMode):
         """Forget what was recorded."""
         self.waits: Counter[str] = Counter()
         self.sends = self.fetches = self.launches = 0
+        self.sent_bytes = self.fetched_bytes = 0
         self.dtypes: set[torch.dtype] = set()
         self._counts = True
 
@@ -104,10 +107,11 @@ class FakeGpu(TorchDispatchMode):
         if kwargs.get("device") is not None:
             on_gpu = torch.device(kwargs["device"]) == DEVICE
             if name == "_to_copy" and on_gpu != bool(there):
-                self._copied(on_gpu, kwargs.get("non_blocking"))
+                self._copied(on_gpu, kwargs.get("non_blocking"), args[0])
             kwargs["device"] = torch.device("cpu")
         elif name == "copy_" and isinstance(args[0], OnGpu) != isinstance(args[1], OnGpu):
-            self._copied(isinstance(args[0], OnGpu), args[2:] or kwargs.get("non_blocking"))
+            asynchronous = args[2:] or kwargs.get("non_blocking")
+            self._copied(isinstance(args[0], OnGpu), asynchronous, args[1])
             on_gpu = isinstance(args[0], OnGpu)
         elif there and name in {"index", "index_put_", "index_put"}:
             self._look_at(args[1])
@@ -158,11 +162,13 @@ class FakeGpu(TorchDispatchMode):
             if index is not None and index.dtype in {torch.bool, torch.uint8}:
                 self._waits("index by a mask")
             elif index is not None and not isinstance(index, OnGpu):
-                self._copied(True, False)
+                self._copied(True, False, index)
 
-    def _copied(self, to_gpu: bool, asynchronous: Any) -> None:
+    def _copied(self, to_gpu: bool, asynchronous: Any, source: Tensor) -> None:
         self.sends += to_gpu
         self.fetches += not to_gpu
+        self.sent_bytes += to_gpu * source.numel() * source.element_size()
+        self.fetched_bytes += (not to_gpu) * source.numel() * source.element_size()
         if not asynchronous:
             self._waits("copy to the device" if to_gpu else "copy from the device")
 
@@ -297,7 +303,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, streams: bool = True) -> Iterator
             patch.setattr(transfer, "ASYNCHRONOUS", {DEVICE.type})
         patch.setattr(torch, "get_device_module", lambda _: device_module)
         patch.setattr(clock, "QUEUING", {DEVICE.type})
-        for module in (step_graphs, verification):
+        for module in (step_graphs, verification, logits_processors):
             patch.setattr(module, "serves", on_gpu)
         patch.setattr(
             attention, "implementation", lambda query, _: "triton" if on_gpu(query) else "torch"
@@ -308,6 +314,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, streams: bool = True) -> Iterator
             (attention, "ragged_tree_attention"),
             (kv_cache, "kv_keep"),
             (verification, "verify_tree"),
+            (logits_processors, "filter_top_p"),
         ):
             patch.setattr(module, name, unseen(gpu, getattr(hf_spec_kernels, name)))
         with gpu:

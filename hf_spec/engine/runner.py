@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -268,7 +269,9 @@ class ModelRunner:
                 with packed.active():
                     output = self._run_packed(packed, work, tree, device_tokens)
             else:
-                output = self._run_rectangular(work, tree)
+                run = partial(self._run_rectangular, work, tree)
+                # A failed pass may have changed recurrent states.
+                output = self.rows.pool.retried(run) if self._mixers is None else run()
         self.padding_run += self.tokens_run - before - sum(w.num_tokens for w in work)
         self.rows.mark_ran(work)
         return output
@@ -334,7 +337,6 @@ class ModelRunner:
             additive = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device)
             mask = additive.masked_fill_(~mask, torch.finfo(self.model.dtype).min)
         last = max(1, *(len(w.nodes) for w in work))
-        self.tokens_run += inputs.tokens.numel()
         tokens = inputs.tokens.to(self.device)
         with (
             tree_alibi(self.model, inputs.key_positions.to(self.device)),
@@ -350,6 +352,7 @@ class ModelRunner:
                 cache=self._cache,
                 use_cache=True,
             )
+        self.tokens_run += tokens.numel()
         # The nodes of a row are its last columns, with or without `logits_to_keep`.
         lines = [result.logits[w.row, -len(w.nodes) :] for w in work if w.nodes]
         logits = torch.cat(lines) if lines else result.logits[0, :0]

@@ -110,7 +110,13 @@ class Prompt:
         return stored_tokens(find_cache(self.model_kwargs))
 
     def run(self, runner: ModelRunner) -> ForwardOutput:
-        """Run the prefill and store its keys and values; a reused cache is not changed."""
+        """Run the prefill and store its keys and values; a reused cache is not changed.
+
+        It runs again if the device runs out of memory: until it ends it changes only its own cache.
+        """
+        return runner.rows.pool.retried(partial(self._run, runner))
+
+    def _run(self, runner: ModelRunner) -> ForwardOutput:
         cache = copy.deepcopy(find_cache(self.model_kwargs))
         model: Any = runner.model
         prepare = model.prepare_inputs_for_generation

@@ -4,6 +4,7 @@
 `ragged_tree_attention`  attention of packed queries of many token trees on a KV pool
 `kv_write`, `kv_keep`    write new keys and values to slots; compact accepted ones
 `verify_tree`            select the accepted draft tokens on the device
+`filter_top_p`           nucleus of each distribution without a sort
 `draft_features`         largest probabilities and entropy in one pass over the vocabulary
 `distill_loss`           distillation loss without materialized log-probabilities
 `packed_linear`          linear layers of a few rows on a CPU, at memory bandwidth
@@ -24,6 +25,7 @@ from hf_spec_kernels.draft_features import draft_features
 from hf_spec_kernels.kv_keep import Moves, kv_keep
 from hf_spec_kernels.kv_write import kv_write
 from hf_spec_kernels.ragged_tree_attention import RaggedLayout, Scoring, ragged_tree_attention
+from hf_spec_kernels.top_p import filter_top_p
 from hf_spec_kernels.verify_tree import TreeVerdict, verify_tree
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "TreeVerdict",
     "distill_loss",
     "draft_features",
+    "filter_top_p",
     "has_triton",
     "kv_keep",
     "kv_write",

@@ -17,6 +17,7 @@ from hf_spec_kernels.distill_loss.kernel import distill_loss
 from hf_spec_kernels.draft_features.kernel import draft_features
 from hf_spec_kernels.kv_keep.kernel import kv_keep
 from hf_spec_kernels.kv_write.kernel import kv_write
+from hf_spec_kernels.top_p.kernel import filter_top_p
 from hf_spec_kernels.verify_tree.kernel import verify_tree
 
 from examples.studies.kernels import compile_table
@@ -49,6 +50,7 @@ def over_the_vocabulary() -> None:
     nodes = zeros(5, dtype=torch.long)
     for uniforms in (None, torch.zeros(5)):
         verify_tree(logits, nodes, nodes, nodes[:3], 4, uniforms)
+    filter_top_p(logits.float(), 0.9, -float("inf"))
     draft_features(logits.float(), 10)
     distill_loss(logits.requires_grad_(), logits.detach(), nodes, DistillWeights()).backward()
 

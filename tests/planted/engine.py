@@ -605,17 +605,28 @@ MUTANTS = (
     Mutant(
         "a repeated step is not counted",
         area="KV cache",
-        file="hf_spec/engine/fast/cuda_graphs.py",
-        old="            self._pool.retries += 1\n",
-        new="",
+        file="hf_spec/engine/forward/kv_pool.py",
+        old="        self.retries += 1\n        if self.when_full",
+        new="        if self.when_full",
         tests=("tests/engine/fast/test_cuda_graphs.py::TestOutOfMemory::test_a_step",),
+    ),
+    Mutant(
+        "a verification that user code has seen is repeated",
+        area="KV cache",
+        file="hf_spec/engine/decode/verifiers.py",
+        old="        return not self.processors.reads_prefix\n",
+        new="        return True\n",
+        tests=(
+            "tests/engine/decode/test_out_of_memory.py::"
+            "test_a_processor_that_may_remember_is_not_called_again",
+        ),
     ),
     Mutant(
         "a growth that is repeated is not counted",
         area="KV cache",
         file="hf_spec/engine/forward/kv_pool.py",
-        old="        self.retries += 1\n",
-        new="",
+        old="        self.retries += 1\n        graph_store.free()\n",
+        new="        graph_store.free()\n",
         tests=(
             "tests/engine/forward/test_kv_pool.py::TestOutOfMemory::test_stored_pools_are_freed",
         ),

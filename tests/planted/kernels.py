@@ -22,6 +22,22 @@ MUTANTS = (
         tests=("tests/kernels/test_verify_tree.py::test_draws_from_several_chunks",),
     ),
     Mutant(
+        "all tokens that equal the threshold of top-p are kept",
+        area="Triton kernels",
+        file="kernels/hf_spec_kernels/top_p/kernel.py",
+        old="removed = defined & ((order <= low) | first)",
+        new="removed = defined & (order <= low)",
+        tests=("tests/kernels/test_top_p.py::test_few_equal_scores_exactly",),
+    ),
+    Mutant(
+        "top-p with min_tokens_to_keep keeps one token only",
+        area="Triton kernels",
+        file="hf_spec/engine/decode/logits_processors.py",
+        old="if not by_kernel or self.processor.min_tokens_to_keep > 1:",
+        new="if not by_kernel:",
+        tests=("tests/kernels/test_top_p.py::test_processors_of_nodes_use_it",),
+    ),
+    Mutant(
         "keys are written to the place of their slot's number",
         area="Triton kernels",
         file="kernels/hf_spec_kernels/kv_write/kernel.py",

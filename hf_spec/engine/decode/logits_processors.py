@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from hf_spec_kernels import filter_top_p, serves
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
@@ -237,8 +238,21 @@ class _PrefixFree:
         self.reads_tokens = type(processor) not in TOKEN_FREE
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        unused = torch.zeros(len(rows), 1, dtype=torch.long, device=scores.device)
+        # On a GPU zeros would be a launch, for ids that nothing reads.
+        unused = torch.empty(len(rows), 1, dtype=torch.long, device=scores.device)
         return self.processor(unused, scores)
+
+
+class _TopP(_PrefixFree):
+    """The nucleus of all nodes; without a sort where the kernels run."""
+
+    processor: hf.TopPLogitsWarper
+
+    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        by_kernel = serves(scores) and scores.dtype == torch.float32
+        if not by_kernel or self.processor.min_tokens_to_keep > 1:
+            return super().__call__(rows, prefixes, scores)
+        return filter_top_p(scores, self.processor.top_p, self.processor.filter_value)
 
 
 class _ByLength:
@@ -318,7 +332,7 @@ def _step(processor: Any, num_rows: int) -> Any:
     """Return the step that applies a processor to nodes, by its kind."""
     kind = type(processor)
     if kind in PREFIX_FREE:
-        return _PrefixFree(processor)
+        return (_TopP if kind is hf.TopPLogitsWarper else _PrefixFree)(processor)
     if isinstance(processor, hf.WhisperNoSpeechDetection):
         return _FirstStep(processor)
     if kind is hf.PrefixConstrainedLogitsProcessor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hf_spec.common.outputs import SpecGenerateOutput, SpecStats
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
@@ -41,7 +43,8 @@ def finish_step(
     output: ForwardOutput,
 ) -> None:
     """Verify a draft against the target's output, and commit the accepted and bonus tokens."""
-    verdict = verifier.verify(tree, output.logits, state)
+    verify = partial(verifier.verify, tree, output.logits, state)
+    verdict = target.rows.pool.retried(verify) if verifier.can_repeat else verify()
     state.commit(verdict)
     target.keep(verdict.paths)
     drafter.observe(verdict, output)

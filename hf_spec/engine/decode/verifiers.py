@@ -48,6 +48,11 @@ class Verifier(LogitsProcessor):
         """Process the (B, V) scores of (B, L) ids, as plain `generate()` does."""
         return self.processors(range(input_ids.shape[0]), list(input_ids), scores)
 
+    @property
+    def can_repeat(self) -> bool:
+        """True if a tree may be verified again: no processor remembers its calls."""
+        return not self.processors.reads_prefix
+
     def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
         """Walk every unfinished row down its tree of N nodes, by the target's (N, V) logits."""
         walk = Walk(self.processors, logits, state)

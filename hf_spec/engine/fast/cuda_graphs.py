@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -108,6 +108,7 @@ class StepGraphs:
     ):
         self.replays = self.captures = 0
         self._model = model
+        self._can_repeat = not mixers_of(model)
         self._owner = owner or model
         self._pool = pool
         self._device = device
@@ -127,7 +128,7 @@ class StepGraphs:
         self._warm: dict[Bucket, Shape] = {}
         self._key = None if self.refusal or cache_key is None else (device, cache_key)
         self._state: object = None
-        pool.before_resize = self.clear
+        pool.before_resize, pool.when_full = self.clear, self._stop
         if self.refusal is None:
             self._begin(length + DRAFT_ROOM if length else 0)
 
@@ -143,18 +144,12 @@ class StepGraphs:
             OutOfMemoryError: if it occurs twice, or with recurrent layers, whose states a failed
                 step may have changed.
         """
-        try:
-            return self._run(compute, tensors, step)
-        except torch.OutOfMemoryError:
-            if mixers_of(self._model):
-                raise
-            self._pool.retries += 1
-            # Memory is freed below: the error being handled refers to the failed step's tensors.
-        self._free_memory()
-        step.written.clear()
-        return self._run(compute, tensors, step)
+        run = partial(self._run, compute, tensors, step)
+        return self._pool.retried(run) if self._can_repeat else run()
 
     def _run(self, compute: Compute, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
+        # A failed attempt may have marked layers.
+        step.written.clear()
         if not self._is_padded(tensors, step):
             return compute(self.put(tensors, step), step)
         inputs = Inputs(tensors, *step.on_host, step.sees)
@@ -187,7 +182,7 @@ class StepGraphs:
     def close(self) -> None:
         """End the call; store graphs and pool for later calls on the same model."""
         pool = self._pool
-        pool.before_resize = None
+        pool.before_resize = pool.when_full = None
         small = pool.capacity * pool.num_slots <= MAX_STORED_TOKENS
         if self._key is not None and self._recorded and small:
             buffers, recorded = (pool.keys, pool.values), (self._recorded, self._memory)
@@ -208,13 +203,11 @@ class StepGraphs:
                     buffer.zero_()
         pool.expect(length)
 
-    def _free_memory(self) -> None:
+    def _stop(self) -> None:
         if self.refusal is None:
             self.refusal = OUT_OF_MEMORY
             _log_once(type(self._model).__name__, OUT_OF_MEMORY, logging.WARNING)
         self.clear()
-        graph_store.free()
-        self._pool.trim()
 
     def _is_padded(self, tensors: Sequence[Tensor], step: PackedStep) -> bool:
         if self.refusal is not None and not switch.always_padded:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hf_spec_kernels import Moves, kv_keep
@@ -38,6 +38,8 @@ MAX_RESERVED = 2**13
 # Room per slot beyond the tokens needed when memory is short.
 LITTLE_ROOM = 64
 
+ResultT = TypeVar("ResultT")
+
 REUSABLE_LAYERS = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -57,8 +59,9 @@ class KVPool:
     Attributes:
         capacity: number of tokens per slot that are allocated.
         growths: how often filled buffers were copied to larger ones.
-        retries: how often growing, or a step, was repeated after the device had run out of memory.
+        retries: how often an operation was repeated after the device had run out of memory.
         before_resize: called before buffers move to other addresses.
+        when_full: called when the device has run out of memory, before stored graphs are freed.
     """
 
     def __init__(self, num_slots: int):
@@ -67,6 +70,7 @@ class KVPool:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.before_resize: Callable[[], None] | None = None
+        self.when_full: Callable[[], None] | None = None
         self._max_ahead = max(MAX_RESERVED // num_slots, 1)
         self.capacity = min(MIN_CAPACITY, self._max_ahead)
         # Tokens per slot: the most reserved so far, and the most that the call may need.
@@ -95,6 +99,22 @@ class KVPool:
         self.retries += 1
         graph_store.free()
         self._resize(length + LITTLE_ROOM)
+
+    def retried(self, run: Callable[[], ResultT]) -> ResultT:
+        """Return `run()`; if the device runs out of memory, free some and call it once more.
+
+        Stored graphs and the unused room of this pool are freed. `run` must have no effects that a
+        second call would repeat; it may write the same keys and values again.
+        """
+        with suppress(torch.OutOfMemoryError):
+            return run()
+        # Memory is freed out here: the error being handled refers to the tensors of `run`.
+        self.retries += 1
+        if self.when_full is not None:
+            self.when_full()
+        graph_store.free()
+        self.trim()
+        return run()
 
     def trim(self) -> None:
         """Free the room that no token has needed yet."""

@@ -213,7 +213,13 @@ class HeadRunner:
         The pairs of a segment are stored in the last of the slots that it sees.
         """
         step, positions = self._begin(segments)
-        return self._compute([mixed, *self._graphs.put([positions], step)], step)[0]
+
+        def run() -> Tensor:
+            # A failed attempt may have marked layers.
+            step.written.clear()
+            return self._compute([mixed, *self._graphs.put([positions], step)], step)[0]
+
+        return self.pool.retried(run)
 
     @use_packed_linears(rounded=True)
     def top_tokens(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
