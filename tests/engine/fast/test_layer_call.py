@@ -90,7 +90,7 @@ def test_other_kernels_are_left_to_the_layers(target: Any, ran: list[bool]) -> N
 def test_products_without_a_kernel_are_left_to_the_layers(
     target: Any, ran: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bound_program, "kernel_weight", lambda product, rows: None)
+    monkeypatch.setattr(bound_program, "kernel_weight", lambda product, rows, dtype: None)
     before = logits(target)
     ran.clear()
     torch.testing.assert_close(logits(target), before)

@@ -424,17 +424,17 @@ def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
 @needs_compiler
 def test_what_a_kernel_reads_for_a_product() -> None:
     large, small = nn.Linear(WIDTH, 320), nn.Linear(8, 8)
-    assert kernel_weight(small, 5) is small.weight
-    assert kernel_weight(small.weight, 5) is small.weight
-    assert kernel_weight(large, 5) is None
+    assert kernel_weight(small, 5, torch.float32) is small.weight
+    assert kernel_weight(small.weight, 5, torch.float32) is small.weight
+    assert kernel_weight(large, 5, torch.float32) is None
     with install_packed_linears(nn.ModuleList([large, small])):
         forward = large.__dict__["forward"]
         forward._forms.rows = Rows(3, 64)
-        packed = kernel_weight(large, 5)
+        packed = kernel_weight(large, 5, torch.float32)
         assert isinstance(packed, PackedWeight) == (form_of(torch.float32) is packed_gemm.OWN)
         # What a product of its own would leave to F.linear, several of a program do not.
-        assert kernel_weight(large, 1) is packed
-        assert kernel_weight(large, 65) is None
+        assert kernel_weight(large, 1, torch.float32) is packed
+        assert kernel_weight(large, 65, torch.float32) is None
 
 
 def test_a_transformers_model_keeps_its_logits(packed_calls: list[nn.Linear]) -> None:
