@@ -126,9 +126,10 @@ DECODING = {
     "batch, without prompts": _figure("batch_size", form=""),
     **{mode: _figure("decoding_ratio", mode) for mode in MODES},
     "unpadded to padded": _figure("decoding_unpadded_to_padded"),
+    # A heading that equals a mode's would take its column of speeds.
     "tokens run per new token: plain": _figure("decoding_tokens", "plain"),
-    "padded": _figure("decoding_tokens", "padded"),
-    "unpadded": _figure("decoding_tokens", "unpadded"),
+    "tokens run: padded": _figure("decoding_tokens", "padded"),
+    "tokens run: unpadded": _figure("decoding_tokens", "unpadded"),
 }
 LEFT_PADDING = {
     "batch": _figure("batch_size", form=""),

@@ -78,6 +78,7 @@ def test_tables_say_which_ratio_is_measured(tmp_path: Path) -> None:
     rows = summary([*records(2), *records(8)], {"lookup": 8})
     text = markdown(rows)
     assert "| 8 | 18.8 | 0.80 | 1.00 | 1.33 | 2.00 | 2.50 | 8 of 10 |" in text
+    assert "| 8 | 0.67 | 0.67 | 1.00 | 2.00 | 3.00 | 2.00 | 6.00 | 2.00 |" in text
     assert "padding ratio, measured | padding ratio, model of Appendix B" in text
     assert "| 8 | 3.00 | 7.00 | 3.00 | 2.50 | 1.25 | 50.0% |" in text
     plot(rows, tmp_path / "plot.png")
