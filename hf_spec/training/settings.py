@@ -54,7 +54,7 @@ class TrainSettings(Settings):
         seed: random seed. It fixes the order of the data and every random number.
         evaluate_every: steps between evaluations. They use the held-out answers.
         save_every: steps between checkpoints.
-        log_with: tracker of losses and held-out figures, besides metrics.jsonl. Its package must be
+        log_with: tracker of the metrics. They are in metrics.jsonl, too; its package must be
             installed.
     """
 

@@ -135,8 +135,7 @@ TRAINING = Training(
     strategy="falcon",
     help="""Train a Falcon head, which drafts several tokens in one pass.
 
-    Defaults are the paper's; --soft-weight 1 --hard-weight 0.1 train a small model faster. Use
-    the head with generate(..., spec_strategy="falcon", assistant=OUT).
+    Defaults are the paper's. Use it with generate(..., assistant=OUT).
 
         hf-spec train falcon MODEL --responses answers.jsonl --out my-head
     """,
