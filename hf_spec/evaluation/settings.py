@@ -21,6 +21,8 @@ class Suite(Settings):
         repeats: timed repetitions.
         sample: sample instead of greedy decoding. Sampled outputs are not compared.
         temperature: temperature (with --do-sample). Default: 1.
+        top_k: top-k, 0 for all tokens (with --do-sample). Default: the model's.
+        top_p: top-p mass, 0 to 1 (with --do-sample). Default: the model's.
         seed: random seed (with --do-sample).
         baselines: also measure other packages. They have lookup and assisted decoding.
         compiled: also measure compiled generate(). It has a static cache.
@@ -47,6 +49,8 @@ class Suite(Settings):
     repeats: Count = 3
     sample: Annotated[bool, Named("do_sample")] = False
     temperature: Annotated[float | None, Within(0.01)] = None
+    top_k: Annotated[int | None, Within(0)] = None
+    top_p: Share | None = None
     seed: int = 0
     baselines: bool = True
     compiled: bool = False
@@ -61,8 +65,10 @@ class Suite(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.temperature is not None and not self.sample:
-            raise OptionError(f"--temperature {self.temperature} needs --do-sample")
+        sampling = {"temperature": self.temperature, "top-k": self.top_k, "top-p": self.top_p}
+        for name, number in sampling.items():
+            if number is not None and not self.sample:
+                raise OptionError(f"--{name} {number} needs --do-sample")
         greedy_only = {"oracle": self.oracle, "synthetic acceptance": self.synthetic_acceptance}
         for name, value in greedy_only.items():
             if value is not None and self.sample:

@@ -10,6 +10,7 @@ from hf_spec import OptionError
 from hf_spec.evaluation.settings import (
     CalibrationSettings,
     SamplingPlan,
+    Suite,
     TreeSettings,
     VerificationPlan,
 )
@@ -38,6 +39,14 @@ from hf_spec.evaluation.settings import (
 def test_wrong_values(settings: Any, options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
         settings(**options)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p"])
+def test_sampling_options_need_sampling(name: str) -> None:
+    option = name.replace("_", "-")
+    with pytest.raises(OptionError, match=f"--{option} 1 needs --do-sample"):
+        Suite(**{name: 1})
+    assert getattr(Suite(sample=True, **{name: 1}), name) == 1
 
 
 def test_ways_are_counted() -> None:

@@ -1,8 +1,10 @@
 """What training adaptive tokens did to the model itself: perplexity on texts it was not trained on.
 
-Run as `python -m examples.studies.sdsat.perplexity --help` says. With adapters of mode "gated" and
-"embeddings" the losses are equal to the bit, for nothing on the way to them has changed; a LoRA for
-all positions and a fine-tuned model (Liu et al. 2024, arXiv 2403.18647, section 3.4) have others.
+Behind every text, in the same forward pass, follow adaptive tokens; for a model without them,
+ordinary tokens, so that both passes have one shape. With adapters of mode "gated" and "embeddings"
+the losses of the text are equal to the bit, unless the embeddings or the LoRA reach rows that are
+not theirs. A LoRA for all positions and a fine-tuned model (Liu et al. 2024, arXiv 2403.18647,
+section 3.4) have others. Run as `python -m examples.studies.sdsat.perplexity --help` says.
 """
 
 from __future__ import annotations
@@ -19,28 +21,48 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.methods.sdsat.adaptive_tokens import METHOD, adaptive_tokens, merge_lora
+from hf_spec.methods.sdsat.adaptive_tokens import (
+    METHOD,
+    AdaptiveTokens,
+    adaptive_tokens,
+    merge_lora,
+)
 from hf_spec.training.responses import Response, read_responses
+
+# Tokens behind every text.
+NUM_ADAPTIVE = 3
 
 
 @torch.no_grad()
-def losses(model: PreTrainedModel, texts: Sequence[Response]) -> Tensor:
+def losses(
+    model: PreTrainedModel, texts: Sequence[Response], tokens: AdaptiveTokens | None = None
+) -> Tensor:
     """(N,) float32, the cross-entropy of every answer token in nats, one text a forward.
 
     Args:
-        model: in evaluation mode.
+        model: in evaluation mode, and with the adaptive tokens active if they are given.
         texts: prompts with answers; the prompts are read, not counted.
+        tokens: what follows every text; by default tokens of the model's vocabulary.
     """
+    # The first kind is the only one that every adapter has.
+    behind = [0] * NUM_ADAPTIVE if tokens is None else tokens.chain(1) * NUM_ADAPTIVE
     found = []
     for text in tqdm(texts, desc="texts", disable=None):
-        ids = torch.tensor([[*text.prompt, *text.response]], device=model.device)
-        logits = model(ids).logits[0, len(text.prompt) - 1 : -1].float()
-        found.append(F.cross_entropy(logits, ids[0, len(text.prompt) :], reduction="none"))
+        read = [*text.prompt, *text.response]
+        ids = torch.tensor([[*read, *behind]], device=model.device)
+        if tokens is None:
+            logits = model(inputs_embeds=model.get_input_embeddings()(ids)).logits[0]
+        else:
+            with tokens.embedded(model, ids) as embeddings:
+                logits = model(inputs_embeds=embeddings).logits[0]
+        answer = slice(len(text.prompt), len(read))
+        logits = logits[answer.start - 1 : answer.stop - 1].float()
+        found.append(F.cross_entropy(logits, ids[0, answer], reduction="none"))
     return torch.cat(found).cpu()
 
 
 def with_adapter(model: PreTrainedModel, adapter: str | Path, texts: Sequence[Response]) -> Tensor:
-    """`losses` of a model that an SDSAT adapter is loaded into.
+    """`losses` of a model that an SDSAT adapter is loaded into, adaptive tokens behind the texts.
 
     Args:
         model: the adapter's base; an adapter of mode "lora" is merged into it.
@@ -52,7 +74,7 @@ def with_adapter(model: PreTrainedModel, adapter: str | Path, texts: Sequence[Re
         merge_lora(model, loaded)
     tokens, _ = adaptive_tokens(model, loaded)
     with tokens.active(model):
-        return losses(model, texts)
+        return losses(model, texts, tokens)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -166,6 +166,8 @@ class Benchmark:
         settings: dict[str, Any] = {"do_sample": self.suite.sample, "pad_token_id": pad}
         if self.suite.sample:
             settings["temperature"] = self.suite.temperature or 1.0
+            cuts = {"top_k": self.suite.top_k, "top_p": self.suite.top_p}
+            settings |= {name: value for name, value in cuts.items() if value is not None}
         return settings
 
     def _turns(self, prompts: Sequence[Prompt], settings: Settings) -> list[Prompt]:

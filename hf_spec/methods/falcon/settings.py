@@ -135,7 +135,7 @@ TRAINING = Training(
     strategy="falcon",
     help="""Train a Falcon head, which drafts several tokens in one pass.
 
-    Defaults are the paper's. Use it with generate(..., assistant=OUT).
+    Use the head with generate(..., spec_strategy="falcon", assistant=OUT).
 
         hf-spec train falcon MODEL --responses answers.jsonl --out my-head
     """,

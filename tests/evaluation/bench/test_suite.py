@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_spec import AssistantError, LookupConfig, OptionError, TreeConfig, UnsupportedError
 from hf_spec.common.prompts import Prompt
@@ -103,6 +104,17 @@ class TestResults:
         suite = Suite(**SHORT, sample=True, temperature=1.5)
         report = last(Benchmark(model, tokenizer, prompts, [LOOKUP], suite))
         assert {record["identical"] for record in report["records"]} == {None}
+
+    @pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}])
+    def test_cuts_of_sampling_reach_every_contender(
+        self, model: Any, prompts: list[Prompt], tokenizer: Any, cut: dict[str, Any]
+    ) -> None:
+        suite = Suite(**SHORT, sample=True, temperature=5.0, **cut)
+        ids = prompts[0].encode(tokenizer)
+        greedy = model.generate(ids, max_new_tokens=6, do_sample=False)
+        for contender in Benchmark(model, tokenizer, prompts, [LOOKUP], suite).contenders:
+            # A single token is left to draw from, at any temperature.
+            assert torch.equal(contender.run(ids, 6).sequences, greedy)
 
     def test_profile_and_step_cost(self, model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
         suite = Suite(**SHORT, profile=True, step_cost=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from examples.studies.sdsat.perplexity import losses, main
+from examples.studies.sdsat.perplexity import losses, main, with_adapter
 from hf_spec.adapters.folder import save_adapter
+from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveTokens
 from hf_spec.training.responses import read_responses
 from tests.cli.train.cli_files import save_model, save_responses
 from tests.tiny_models import build, random_adaptive_tokens
@@ -24,6 +26,30 @@ def test_losses_are_those_of_the_answers(tmp_path: Path) -> None:
     logits = build("llama")(torch.tensor([[*prompt, *answer]])).logits[0].log_softmax(-1)
     expected = [-logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(answer)]
     assert found[: len(answer)].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["gated", "embeddings"])
+@pytest.mark.parametrize("mistake", ["adapts a row of the text", "replaces a row of the text"])
+def test_what_reaches_the_text_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, mistake: str
+) -> None:
+    texts = list(read_responses(save_responses(tmp_path / "answers.jsonl")))
+    save_adapter(tmp_path / mode, random_adaptive_tokens(build("llama"), mode))
+    untouched = losses(build("llama"), texts)
+    assert torch.equal(with_adapter(build("llama"), tmp_path / mode, texts), untouched)
+    replaced = "acting" if mistake.startswith("adapts") else "embed"
+    right = getattr(AdaptiveTokens, replaced)
+
+    def wrong(self: AdaptiveTokens, *args: Any) -> Any:
+        # A row of the text is taken for an adaptive token.
+        ids = args[-1].clone()
+        ids[:, 1] = -1
+        return right(self, *args[:-1], ids)
+
+    monkeypatch.setattr(AdaptiveTokens, replaced, wrong)
+    seen = not torch.equal(with_adapter(build("llama"), tmp_path / mode, texts), untouched)
+    # Without a LoRA there is nothing that acts on layers.
+    assert seen == (mode == "gated" or replaced == "embed")
 
 
 def test_command_tells_who_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
