@@ -41,9 +41,8 @@ def bench(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Benchmark strategies against plain generate().
 
-    The contenders always include plain generate() and none, the engine without drafting; the
-    default strategy is lookup. All run interleaved in one process, so that changes of the machine's
-    speed affect all of them.
+    Plain generate() and none, the engine without drafting, always run, too; the default strategy is
+    lookup. All run interleaved in one process.
 
         hf-spec bench MODEL --strategy falcon@HEAD --out results.json
     """

@@ -21,8 +21,8 @@ class Suite(Settings):
         repeats: timed repetitions.
         sample: sample instead of greedy decoding. Sampled outputs are not compared.
         temperature: temperature (with --do-sample). Default: 1.
-        top_k: top-k, 0 for all tokens (with --do-sample). Default: the model's.
-        top_p: top-p mass, 0 to 1 (with --do-sample). Default: the model's.
+        top_k: top-k (with --do-sample). Default: the model's. 0 is for all tokens.
+        top_p: top-p (with --do-sample). Default: the model's. It is between 0 and 1.
         seed: random seed (with --do-sample).
         baselines: also measure other packages. They have lookup and assisted decoding.
         compiled: also measure compiled generate(). It has a static cache.
