@@ -41,8 +41,7 @@ def bench(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Benchmark strategies against plain generate().
 
-    Plain generate() and none, the engine without drafting, always run, too; the default strategy is
-    lookup. All run interleaved in one process.
+    Plain generate() and none always run, too; the default strategy is lookup.
 
         hf-spec bench MODEL --strategy falcon@HEAD --out results.json
     """
