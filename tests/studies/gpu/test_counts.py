@@ -30,6 +30,7 @@ def test_counts_are_those_of_the_record(name: str) -> None:
         assert found[key] <= recorded[key], key
 
 
+@pytest.mark.full
 def test_the_command_writes_a_record(tmp_path: Path) -> None:
     main(["--case", "lookup", "--out", str(tmp_path / "counts.json")])
     written = json.loads((tmp_path / "counts.json").read_text(encoding="utf-8"))

@@ -62,6 +62,7 @@ def test_answers_may_begin_after_the_copy(folder: Path) -> None:
     assert begun.shape[1] > whole.shape[1]
 
 
+@pytest.mark.full
 def test_command(problems: Path, folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "record.json"
     command = ["--model", str(folder), "--problems", str(problems), "--out", str(out)]

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from examples.studies.serving.load_curve import main
 
 
+@pytest.mark.full
 def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "curve.json"
     size = ["--load", "1", "--load", "3", "--new-tokens", "3", "--repeats", "2"]
