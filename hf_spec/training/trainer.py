@@ -140,7 +140,9 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
         bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k != "step"}, refresh=False)
         bar.update()
     bar.close()
-    accelerator.end_training()
+    # Not `end_training`, which ends the process group, too.
+    for tracker in accelerator.trackers:
+        tracker.finish()
     accelerator.wait_for_everyone()
     # A finished run that is started again takes no step.
     return figures if done < num_steps else evaluate()
