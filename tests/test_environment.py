@@ -54,6 +54,7 @@ SENSITIVE = (
 )
 
 
+@pytest.mark.full
 def test_sensitive_tests_in_a_hostile_environment(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
     done = subprocess.run(

@@ -66,6 +66,7 @@ def test_configs_are_exported() -> None:
     assert configs <= set(hf_spec.__all__)
 
 
+@pytest.mark.full
 def test_the_module_is_enough(new_python: ForkedPython) -> None:
     code = (
         "import sys, hf_spec.methods.builtin; "

@@ -79,6 +79,7 @@ class TestAClientThatLeaves:
 
 
 class TestTheEnd:
+    @pytest.mark.full
     def test_answers_that_go_on_are_completed(self, fresh: Served, slow: None) -> None:
         stream = fresh.ask("babebi", max_tokens=40, stream=True)
         pieces = [next(iter(stream))]
@@ -120,6 +121,7 @@ class TestTheEnd:
                 asked.result()
 
 
+@pytest.mark.full
 def test_a_stream_beside_many_that_leave(start: Callable[..., Served]) -> None:
     served = start(max_batch=4)
     stop = threading.Event()

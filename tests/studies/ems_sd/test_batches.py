@@ -44,6 +44,7 @@ def run(model: Any, tokenizer: Any, prompts: list[Prompt], *methods: Method) -> 
     return [record for records in found for record in records]
 
 
+@pytest.mark.full
 def test_every_contender_meets_every_batch(
     model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:

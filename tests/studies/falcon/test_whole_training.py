@@ -25,6 +25,7 @@ def given(tmp_path: Path) -> list[str]:
     return [*map(str, words), "--", "--fused", "--block-size", "1", "--num-train-epochs", "1"]
 
 
+@pytest.mark.full
 def test_from_prompts_to_a_calibrated_head(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert all(len(record["seconds"]) == 2 for record in written["records"])
 
 
+@pytest.mark.full
 def test_a_command_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "by_prompt.json"
     main([*command(folder, out), "--minutes", "0"])

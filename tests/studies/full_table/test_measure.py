@@ -52,6 +52,7 @@ def test_the_adapters_of_this_checkout_are_found() -> None:
     assert gemma3["auto"] == gemma3["draft"]
 
 
+@pytest.mark.full
 def test_every_file_is_written(
     folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
