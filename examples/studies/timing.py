@@ -28,7 +28,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def begin(options: Namespace) -> tuple[PreTrainedModel, Callable[[], float]]:
-    """The model, and the clock; from here on as many threads run as are asked for."""
+    """Set the number of threads; return the model and the clock."""
     if options.threads:
         torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -156,7 +157,7 @@ def draft_vocab_tensors(vocabulary: Tensor | None, vocab_size: int) -> dict[str,
     ids = vocabulary.cpu()
     drafted = ids.new_zeros(vocab_size).bool()
     drafted[ids] = True
-    return {"d2t": ids - ids.new_ones(len(ids)).cumsum(0) + 1, "t2d": drafted}
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": drafted}
 
 
 def speculators_config(algorithm: str, model: PreTrainedModel, num_tokens: int) -> dict[str, Any]:

@@ -260,8 +260,8 @@ MUTANTS = (
         "a draft model of few tokens cannot end a text",
         area="draft models",
         file="hf_spec/methods/draft_model/smaller.py",
-        old="known = {*range(vocab_size), *(ends if isinstance(ends, list) else [ends])} - {None}",
-        new="known = {*range(vocab_size)} - {ends}",
+        old="known = {*range(vocab_size), *end_tokens(model)}",
+        new="known = {*range(vocab_size)} - end_tokens(model)",
         tests=("tests/methods/draft_model/test_smaller.py",),
     ),
     Mutant(

@@ -20,14 +20,14 @@ def add_options(parser: ArgumentParser) -> None:
     """Add the options that every peer has."""
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lookup", action="store_true", help="draft from the prompt")
-    # Those of OpenVINO's own example.
+    # These defaults are those of OpenVINO's own example.
     parser.add_argument("--draft-tokens", type=int, default=5)
     parser.add_argument("--match-length", type=int, default=3)
 
 
 def run(load: Callable[[Namespace], tuple[dict[str, Any], Answer]], options: Namespace) -> None:
     """Answer the lines of standard input on standard output."""
-    # What libraries print must not come between the lines.
+    # Libraries print to standard output, which is kept for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(*load(options), sys.stdin, answers)

@@ -6,7 +6,7 @@ Runs in an environment of its own and imports nothing of hf_spec:
     peers/bin/python -m examples.studies.peers.llama_cpp_peer FILE --threads 2 --draft FILE
 
 The last command waits for the lines that `peer` describes. Compiled from source, llama.cpp uses
-the instructions of this processor. Every prompt is read anew.
+the instructions of this processor. Its cache is emptied before every prompt.
 """
 
 from __future__ import annotations

@@ -98,24 +98,30 @@ def four_bit_weight(layer: Any, states: torch.dtype, rows: int) -> FourBitWeight
     if (
         not getattr(quantization, "packing_format_for_cpu", False)
         or not layer.compute_type_is_set
-        or not states == compute == quantization.absmax.dtype == torch.bfloat16
+        or not states == compute == torch.bfloat16
         or (layer.bias is not None and layer.bias.dtype != compute)
         or not 0 < rows <= MAX_ROWS
     ):
         return None
-    table = _table(quantization.quant_type, torch.bfloat16)
-    return FourBitWeight(layer.weight.data, quantization.absmax, table)
+    return _interleaved_weight(layer.weight, layer.in_features)
 
 
 def _interleaved(parameter: Any, states: Tensor) -> Tensor | None:
     """Return the product in the dtype of the states; None if the kernel cannot read the weight."""
+    weight = _interleaved_weight(parameter, states.shape[-1])
+    if weight is None:
+        return None
+    rounded = states.to(torch.bfloat16)
+    return four_bit_linear(rounded, weight.codes, weight.scales, weight.table).to(states.dtype)
+
+
+def _interleaved_weight(parameter: Any, num_inputs: int) -> FourBitWeight | None:
     quantization = parameter.quant_state
     codes, scales = parameter.data, quantization.absmax
-    if 2 * codes.shape[-1] != states.shape[-1] or scales.dtype != torch.bfloat16:
+    if 2 * codes.shape[-1] != num_inputs or scales.dtype != torch.bfloat16:
         _log_once(f"codes of shape {tuple(codes.shape)} with scales in {scales.dtype}")
         return None
-    table = _table(quantization.quant_type, torch.bfloat16)
-    return four_bit_linear(states.to(torch.bfloat16), codes, scales, table).to(states.dtype)
+    return FourBitWeight(codes, scales, _table(quantization.quant_type, torch.bfloat16))
 
 
 def _row_major(parameter: Any, states: Tensor) -> Tensor | None:

@@ -285,19 +285,18 @@ class _Writer:
         # Two codes of a 4-bit weight are in a byte.
         inputs = states.shape[-1]
         tokens, number = token_axis(states.shape), self._weights.get(weight)
-        added = "nullptr" if bias is None else self._input(bias)
-        if tokens is None or number is None or added is None:
+        added = self._input(bias)
+        if tokens is None or number is None or (bias is not None and added is None):
             raise SourceError("it multiplies something else than states with weights")
         leaf = self._text.in_memory(states, lambda form: form.movedim(tokens, 0).is_contiguous())
         shape = torch.Size([*states.shape[:-1], outputs])
         to, index = self._text.memory(shape, states.dtype), len(self.linears)
         rows = shape.numel() // outputs // TOKENS
         self.linears.append(LinearPlan(number, rows, states.dtype))
-        if isinstance(added, int):
-            added = self._argument(added)
+        pointer = "nullptr" if added is None else self._argument(added)
         self._text.for_all(
-            f"multiply(weights[{index}], {leaf.address}, {added}, {to.address}, "
-            f"{self.linears[-1].rows} * tokens, {inputs}, {outputs}, threads);",
+            f"multiply(weights[{index}], {leaf.address}, {pointer}, {to.address}, "
+            f"{rows} * tokens, {inputs}, {outputs}, threads);",
             [leaf, to],
         )
         return Value.of(to, states.dtype)

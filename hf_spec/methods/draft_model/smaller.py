@@ -21,6 +21,7 @@ from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.common.installing import how_to_install
 from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
+from hf_spec.training.responses import end_tokens
 
 # Weights of other widths are left as they are: a block of 4-bit weights has 64 inputs, and
 # bitsandbytes arranges outputs in groups of 32 or 64 for some processors.
@@ -38,8 +39,8 @@ def smaller_model(
         model: the draft model.
         bits: 4 for NF4 weights of bitsandbytes in linear layers whose sizes are multiples of 64,
             except the output head; None to leave them.
-        vocab_size: number of tokens of the output head, the first of the vocabulary and all special
-            ones; None for all.
+        vocab_size: number of tokens of the output head, the first of the vocabulary; those that end
+            a text are added. None for all.
 
     Raises:
         OptionError: if bitsandbytes is missing, or the model drafts few tokens already.
@@ -117,6 +118,5 @@ def _cut_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
 
 def _vocabulary(model: PreTrainedModel, vocab_size: int, full_size: int) -> Tensor:
     """Return the (R,) ids of the first tokens and of the tokens that end a text."""
-    ends: Any = model.generation_config.eos_token_id
-    known = {*range(vocab_size), *(ends if isinstance(ends, list) else [ends])} - {None}
+    known = {*range(vocab_size), *end_tokens(model)}
     return torch.tensor(sorted(token for token in known if token < full_size))

@@ -28,8 +28,9 @@ from hf_spec.methods.eagle.head import STRATEGY, EagleHead, build
 from hf_spec.methods.eagle.layouts import Layout, Verifier, for_vllm
 from hf_spec.methods.eagle.settings import EAGLE_RUN, EagleTrainSettings
 from hf_spec.methods.eagle.spec import canonical_names, read_spec
-from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, check_plain_head
+from hf_spec.methods.feature_pairs.draft_head import check_plain_head
 from hf_spec.methods.feature_pairs.steps_loss import StepsLoss
+from hf_spec.methods.feature_pairs.teacher import output_rows
 from hf_spec.methods.loading import resolve_published
 from hf_spec.training.features import LAST, Text, fused_layers
 from hf_spec.training.heads import (
@@ -120,9 +121,8 @@ def new_head(
         **layer_config(model, settings.mlp_size, 1),
         "eagle_aux_hidden_state_layer_ids": list(fused_layers(model)[:-1]),
     }
-    scores = FewTokensHead(model.get_output_embeddings(), vocabulary).scores
     tensors = _initial_weights(model, head_config)
-    tensors["lm_head.weight"] = scores.weight.detach().clone()
+    tensors["lm_head.weight"] = output_rows(model, vocabulary)
     if vocabulary is not None:
         tensors["d2t"] = vocabulary.cpu() - torch.arange(len(vocabulary))
     return PublishedHead("eagle3", head_config, tensors, folder, str(folder))

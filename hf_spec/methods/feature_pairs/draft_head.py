@@ -62,17 +62,19 @@ class FewTokensHead(nn.Module):
                 width, self.size, bias=has_bias, device=weight.device, dtype=weight.dtype
             )
             self.scores.requires_grad_(False)
+            self._copy(weight, head, vocabulary)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
-        self.read_rows(head)
 
-    @torch.no_grad()
     def read_rows(self, head: Any) -> None:
         """Copy the rows of `head`, the target's output head, again; a shared one stays."""
-        if self.vocabulary is None:
-            return
-        self.scores.weight.copy_(weight_rows(head, self.vocabulary))
+        if self.vocabulary is not None:
+            self._copy(weight_rows(head, self.vocabulary), head, self.vocabulary)
+
+    @torch.no_grad()
+    def _copy(self, weight: Tensor, head: Any, vocabulary: Tensor) -> None:
+        self.scores.weight.copy_(weight)
         if self.scores.bias is not None:
-            self.scores.bias.copy_(head.bias.detach()[self.vocabulary])
+            self.scores.bias.copy_(head.bias.detach()[vocabulary])
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Return (..., R) logits of the vocabulary of (..., hidden size)."""

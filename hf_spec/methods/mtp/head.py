@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def switches(self) -> tuple[bool, bool, bool]:
-        """What distinguishes the network from those of other layouts."""
+        """Switches of the network, by which layouts differ."""
         return self.features_first, self.zeroes_first_embedding, self.recycles_raw_output
 
 
