@@ -21,7 +21,6 @@ from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
 from tests.identity import assert_identical, assert_identical_answers
-from tests.tiers import FEW_STRATEGIES
 
 NEW_TOKENS = 16
 STRATEGIES = tiny_models.MATRIX
@@ -116,7 +115,7 @@ def test_batches_of_any_size_and_order(size: int, strategy: str) -> None:
         check_batch(name, strategy, rows)
 
 
-@pytest.mark.by_default(strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(strategy=("tree", "falcon"))
 @pytest.mark.parametrize("batching", [name for name in BATCHING if name != "unpadded"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_way_to_pad_is_exact(strategy: str, batching: str) -> None:

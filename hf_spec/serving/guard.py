@@ -116,23 +116,23 @@ class AccessGuard:
         limit = self._settings.max_body
         length = headers.get("content-length", "")
         size = int(length) if length.isdecimal() else 0
-        parts = []
+        parts: list[bytes] = []
         more = True
-        while more:
-            if size > limit:
-                raise RequestError(
-                    413,
-                    f"the body has more than {limit} bytes; send less, or start the server with "
-                    "a larger --max-body",
-                    # The rest of the body stays unread.
-                    headers={"Connection": "close"},
-                )
+        while more and size <= limit:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
             size = sum(map(len, parts))
             more = message.get("more_body", False)
+        if size > limit:
+            raise RequestError(
+                413,
+                f"the body has more than {limit} bytes; send less, or start the server with "
+                "a larger --max-body",
+                # The rest of the body stays unread.
+                headers={"Connection": "close"},
+            )
         return b"".join(parts)
 
 

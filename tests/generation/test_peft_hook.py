@@ -40,7 +40,7 @@ assert peft.PeftType["HF_SPEC"] is kind and peft.PeftType.HF_SPEC is kind
 """
 
 
-@pytest.mark.by_default(imports=(FIRST,))
+@pytest.mark.full
 @pytest.mark.parametrize(
     "imports", [FIRST, "import peft, hf_spec", "import hf_spec.generation.peft_type"]
 )

@@ -96,9 +96,14 @@ def test_every_response_has_the_id_of_its_request(served: Served) -> None:
     assert len(of({"X-Request-Id": "x" * 9999})) == 128
 
 
-def test_the_parts_of_a_body_have_one_limit() -> None:
+@pytest.mark.parametrize("sizes", [(60, 60, 0), (60, 60), (120,)], ids=str)
+def test_the_parts_of_a_body_have_one_limit(sizes: tuple[int, ...]) -> None:
     """Over a network, it depends on the time how many parts are read at once."""
-    parts = iter([{"type": "http.request", "body": b" " * 60, "more_body": True}] * 2)
+    more = [True] * (len(sizes) - 1) + [False]
+    parts = (
+        {"type": "http.request", "body": b" " * size, "more_body": later}
+        for size, later in zip(sizes, more, strict=True)
+    )
     sent: list[Any] = []
 
     async def app(*arguments: Any) -> None:

@@ -141,6 +141,7 @@ class TestCompiled:
         monkeypatch.setattr(torch, "compile", traced)
         return made
 
+    @pytest.mark.full
     def test_it_says_what_plain_says(self, model: Any, compiles: list[Any]) -> None:
         model = copy.deepcopy(model)
         contender = ways.compiled(model)
