@@ -138,3 +138,9 @@ def test_every_module_has_its_test_file() -> None:
 def test_kernels_is_no_package() -> None:
     """Hugging Face's own package is called `kernels`."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_notes_stay_out_of_the_top_level() -> None:
+    texts = {path.name for path in ROOT.iterdir() if path.suffix in {".md", ".txt"}}
+    documents = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"}
+    assert texts == documents | {"constraints.txt", "constraints-oldest.txt"}
