@@ -218,7 +218,7 @@ def pairs_p_value(strategy: str) -> float:
     return chi_square(zip(expected.tolist(), counts.tolist(), strict=True), impossible).p_value
 
 
-@pytest.mark.by_default(strategy=("siblings",))
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["lookup", "siblings"])
 def test_rows_that_end_each_other_are_sampled_from_their_joint_distribution(strategy: str) -> None:
     assert pairs_p_value(strategy) > test_distribution.ALPHA

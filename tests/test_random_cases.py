@@ -60,6 +60,7 @@ def test_random_cases(start: int) -> None:
     check(range(start, start + 20))
 
 
+@pytest.mark.full
 def test_random_cases_in_two_threads() -> None:
     check_in_two_threads(range(15))
 

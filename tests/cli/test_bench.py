@@ -96,6 +96,7 @@ def test_lookup_is_measured_by_default_and_tasks_can_be_chosen(
     assert "| share of the time, % |" in result.stdout
 
 
+@pytest.mark.full
 def test_synthetic_acceptance_is_said_everywhere(command: Any, tmp_path: Path) -> None:
     out, plots = tmp_path / "results.json", tmp_path / "plots"
     options = ["--synthetic-acceptance", "0.7", "--synthetic-length", "3"]

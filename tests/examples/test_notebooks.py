@@ -153,7 +153,7 @@ def test_notebooks_run_with_stand_ins(name: str, tmp_path: Path) -> None:
     assert "False" not in said
 
 
-@pytest.mark.full
+@pytest.mark.by_default(path=lambda path: path.stem == "quickstart")
 @pytest.mark.real
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_notebooks_run(path: Path) -> None:

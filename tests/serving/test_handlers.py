@@ -62,6 +62,7 @@ def test_no_other_model_is_loaded(folder: Path, tmp_path: Path) -> None:
     assert model.description["owned_by"] == "local"
 
 
+@pytest.mark.full
 def test_health_answers_while_requests_are_read(start: Callable[..., Served]) -> None:
     """A chat template that runs for seconds, prompts and stop strings as long as they may be."""
     served = start(client_templates=True, max_stop=500)

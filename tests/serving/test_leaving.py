@@ -55,6 +55,7 @@ class TestAClientThatLeaves:
         served.wait(lambda: served.metric("running") == 0)
         assert served.metric("generated_tokens_total") < generated + 240
 
+    @pytest.mark.full
     def test_is_missed_while_it_waits(self, start: Callable[..., Served], slow: None) -> None:
         served = start(max_batch=1)
         first = served.ask("babebi", max_tokens=60, stream=True)

@@ -304,7 +304,7 @@ TREES = [
 ]
 
 
-@pytest.mark.by_default(recorded=(True,), ends=lambda ends: ends == ())
+@pytest.mark.full
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("ends", [(), tuple(range(0, tiny_models.VOCAB, 5))])
 @pytest.mark.parametrize("config", TREES, ids=range(len(TREES)))

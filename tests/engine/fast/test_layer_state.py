@@ -202,7 +202,7 @@ class Change(LogitsProcessor):
         return scores
 
 
-@pytest.mark.by_default(change=("a value", "what a closure holds", "a submodule", "a hook"))
+@pytest.mark.by_default(change=("a value", "a hook"))
 @needs_compiler
 @pytest.mark.parametrize("change", sorted(CHANGES.keys() - {"training mode"}))
 def test_compiled_layers_follow_a_change_during_a_call(

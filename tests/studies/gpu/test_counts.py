@@ -21,7 +21,7 @@ def test_the_record_has_every_case() -> None:
         assert counts["waits"] <= 2
 
 
-@pytest.mark.by_default(name=("lookup",))
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_counts_are_those_of_the_record(name: str) -> None:
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))["cases"][name]
