@@ -21,6 +21,7 @@ from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
 from tests.identity import assert_identical, assert_identical_answers
+from tests.tiers import FEW_STRATEGIES
 
 NEW_TOKENS = 16
 STRATEGIES = tiny_models.MATRIX
@@ -115,7 +116,7 @@ def test_batches_of_any_size_and_order(size: int, strategy: str) -> None:
         check_batch(name, strategy, rows)
 
 
-@pytest.mark.by_default(strategy=("tree", "falcon"))
+@pytest.mark.by_default(strategy=("falcon",))
 @pytest.mark.parametrize("batching", [name for name in BATCHING if name != "unpadded"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_way_to_pad_is_exact(strategy: str, batching: str) -> None:
@@ -193,7 +194,7 @@ def test_the_option_is_named() -> None:
     assert LookupConfig(3).match_length == 3
 
 
-@pytest.mark.by_default(name=("llama",))
+@pytest.mark.by_default(name=("llama",), strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 def test_forty_prompts_on_six_slots(name: str, strategy: str) -> None:

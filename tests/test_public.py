@@ -29,6 +29,7 @@ def test_the_package_has_every_name() -> None:
         assert getattr(hf_spec, name) is getattr(public, name)
 
 
+@pytest.mark.full
 def test_an_import_is_enough(new_python: ForkedPython) -> None:
     code = (
         "import hf_spec; from transformers import GenerationMixin; "

@@ -68,7 +68,7 @@ def test_many_random_nested_calls(start: int) -> None:
     assert [wrong for number in range(start, start + 50) if (wrong := check(number))] == []
 
 
-@pytest.mark.by_default(how=("set_adapter",), compiled=(True,))
+@pytest.mark.full
 @pytest.mark.smoke
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("how", ["disable_adapter", "set_adapter"])

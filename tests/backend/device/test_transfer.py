@@ -266,6 +266,7 @@ def check_same(found: Decoded, plain: Decoded) -> None:
     assert found[0].stats.accepted_by_position == plain[0].stats.accepted_by_position
 
 
+@pytest.mark.by_default(strategy=("tree",))
 @pytest.mark.parametrize("strategy", ["lookup", "draft", "tree", "falcon"])
 def test_a_device_that_is_not_asynchronous_gives_the_same(
     strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -80,6 +80,7 @@ class TestAcceptance:
         assert shares_by_rank(RANKS, 3) == [[0.5, 0, 0.25], [third, third, 0], [0.5, 0, 0]]
         assert shares_by_rank(torch.tensor([[-1, 0]]), 2) == [[0, 0], [0, 0]]
 
+    @pytest.mark.by_default(size=(2,))
     @pytest.mark.parametrize("tree", [RankTree.chain(4), BUSHY], ids=["chain", "bushy"])
     @pytest.mark.parametrize("size", [1, 2, 3])
     def test_ranks_are_those_of_a_real_generation(self, size: int, tree: RankTree) -> None:
