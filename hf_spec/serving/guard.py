@@ -116,14 +116,14 @@ class AccessGuard:
         limit = self._settings.max_body
         length = headers.get("content-length", "")
         size = int(length) if length.isdecimal() else 0
-        parts: list[bytes] = []
+        body = bytearray()
         more = True
         while more and size <= limit:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            parts.append(message.get("body", b""))
-            size = sum(map(len, parts))
+            body += message.get("body", b"")
+            size = len(body)
             more = message.get("more_body", False)
         if size > limit:
             raise RequestError(
@@ -133,7 +133,7 @@ class AccessGuard:
                 # The rest of the body stays unread.
                 headers={"Connection": "close"},
             )
-        return b"".join(parts)
+        return bytes(body)
 
 
 async def _serve_until_disconnect(
