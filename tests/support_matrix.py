@@ -44,7 +44,7 @@ PAGE = TESTS.parent / "docs" / "support-matrix.md"
 
 SPEECH = test_whisper.STRATEGIES.values()
 # Files of tests/targets with constants KINDS, how weights are kept, and STRATEGIES.
-KEPT_OTHERWISE = ("targets/test_quantised.py", "targets/test_device_map.py")
+KEPT_OTHERWISE = ("targets/test_quantized.py", "targets/test_device_map.py")
 PARALLEL = "targets/two_processes.py"
 KINDS = {
     "8bit": "bitsandbytes, 8 bits",
@@ -115,7 +115,7 @@ Greedy output beside plain `generate()`, in half precision up to ties of the two
 (`tests/targets/test_half_precision.py`).
 
 {dtypes}
-## Quantised, offloaded and distributed weights
+## Quantized, offloaded and distributed weights
 
 A Llama on the CPU beside plain `generate()` of the same model: equal up to ties where it is
 quantized, equal otherwise (`tests/targets`). Details and errors:

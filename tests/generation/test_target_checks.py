@@ -39,8 +39,8 @@ class TestTraining:
         assert model.training
 
 
-def quantised(dtype: torch.dtype) -> Any:
-    """A model whose linear layers are quantised."""
+def quantized(dtype: torch.dtype) -> Any:
+    """A model whose linear layers are quantized."""
     from torch.ao.quantization import quantize_dynamic
 
     # It says that torchao will take its place.
@@ -52,7 +52,7 @@ def quantised(dtype: torch.dtype) -> Any:
 class TestQuantizeDynamic:
     def test_one_scale_for_all_tokens_of_a_forward(self) -> None:
         """The first token is another one beside one that is large."""
-        model = quantised(torch.qint8)
+        model = quantized(torch.qint8)
         layer = model.model.layers[0].mlp.up_proj
         states = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
         states[1] *= 50
@@ -63,14 +63,14 @@ class TestQuantizeDynamic:
             model.generate_batch([[3, 4, 5]], spec_strategy="lookup", max_new_tokens=4)
 
     def test_half_precision_keeps_tokens_apart(self) -> None:
-        model = quantised(torch.float16)
+        model = quantized(torch.float16)
         call = {**prompts("llama", "one"), "max_new_tokens": 30, "do_sample": False}
         assert torch.equal(model.generate(**call, spec_strategy="lookup"), model.generate(**call))
 
     def test_as_a_draft_model(self) -> None:
         target, call = build("llama"), {"max_new_tokens": 30, "do_sample": False}
         call |= prompts("llama", "one")
-        drafted = target.generate(**call, spec_strategy="tree", assistant=quantised(torch.qint8))
+        drafted = target.generate(**call, spec_strategy="tree", assistant=quantized(torch.qint8))
         assert torch.equal(drafted, target.generate(**call))
 
 

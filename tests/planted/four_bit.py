@@ -11,7 +11,7 @@ MUTANTS = (
         file="kernels/hf_spec_kernels/four_bit_linear/kernel.cpp",
         old="    if (!bias) return;\n",
         new="    return;\n",
-        tests=("tests/targets/test_quantised.py::test_compiled_layers_compute_the_same_bits",),
+        tests=("tests/targets/test_quantized.py::test_compiled_layers_compute_the_same_bits",),
     ),
     Mutant(
         "4-bit layers inside compiled layers have scales of larger blocks",
@@ -19,7 +19,7 @@ MUTANTS = (
         file="kernels/hf_spec_kernels/four_bit_linear/__init__.py",
         old="block = 2 * self.codes.shape[1] // len(self.scales)",
         new="block = 4 * self.codes.shape[1] // len(self.scales)",
-        tests=("tests/targets/test_quantised.py::test_compiled_layers_compute_the_same_bits",),
+        tests=("tests/targets/test_quantized.py::test_compiled_layers_compute_the_same_bits",),
     ),
     Mutant(
         "a block of 4-bit codes has the scales of the next",

@@ -267,8 +267,8 @@ MUTANTS = (
         "the limit of a body holds for each of its parts",
         area="server",
         file="hf_spec/serving/guard.py",
-        old="size = sum(map(len, parts))",
-        new="size = len(parts[-1])",
+        old="size = len(body)",
+        new='size = len(message.get("body", b""))',
         tests=("tests/serving/test_guard.py::test_the_parts_of_a_body_have_one_limit",),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Weights that are offloaded, wrapped by PEFT or quantised are read as if they lay in memory."""
+"""Weights that are offloaded, wrapped by PEFT or quantized are read as if they lay in memory."""
 
 from __future__ import annotations
 

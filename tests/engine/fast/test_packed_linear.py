@@ -305,7 +305,7 @@ def test_hooks_still_run(model: Tied) -> None:
 
 
 class Subclassed(nn.Linear):
-    """As quantised layers are."""
+    """As quantized layers are."""
 
 
 def pruned() -> nn.Module:

@@ -1,4 +1,4 @@
-"""bitsandbytes targets in 8 and 4 bits, on the CPU: the output of the quantised model itself."""
+"""bitsandbytes targets in 8 and 4 bits, on the CPU: the output of the quantized model itself."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def prompt_of(folder: Path) -> torch.Tensor:
 
 
 def speculation(folder: Path, model: Any, strategy: str, out: Path) -> dict[str, Any]:
-    """Adapters are made of the dense model and used with the quantised one."""
+    """Adapters are made of the dense model and used with the quantized one."""
     dense = load(folder)
     torch.manual_seed(SEED)
     if strategy == "falcon":
@@ -186,7 +186,7 @@ def test_a_changed_weight_is_read_by_compiled_layers(folder: Path) -> None:
     assert torch.equal(after, model.generate(prompt, **{**call, "spec_strategy": "none"}))
 
 
-def test_quantisation_changes_the_output(folder: Path) -> None:
+def test_quantization_changes_the_output(folder: Path) -> None:
     """Otherwise the tests above would show nothing of the dense model's own."""
     call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     said = {kind: load(folder, kind).generate(prompt_of(folder), **call) for kind in KINDS}
@@ -195,7 +195,7 @@ def test_quantisation_changes_the_output(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantised_layers_are_not_packed(kind: str, folder: Path) -> None:
+def test_quantized_layers_are_not_packed(kind: str, folder: Path) -> None:
     model = load(folder, kind)
     hf_spec.clear_cpu_packing()
     with install_packed_linears(model), use_packed_linears():
@@ -212,7 +212,7 @@ def test_adapters_know_the_base_by_its_embedding(kind: str, folder: Path) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dense_copies(kind: str, folder: Path) -> None:
-    """They compute what the quantised layers compute, up to the rounding of their products."""
+    """They compute what the quantized layers compute, up to the rounding of their products."""
     layers = load(folder, kind).model.layers
     layers[0].mlp.up_proj(torch.zeros(1, 64))
     copied = dense_copy(layers, torch.float32)
@@ -224,7 +224,7 @@ def test_dense_copies(kind: str, folder: Path) -> None:
     assert (wanted - got).norm() < 0.02 * wanted.norm()
 
 
-def test_a_quantised_head_cannot_be_cut(folder: Path) -> None:
+def test_a_quantized_head_cannot_be_cut(folder: Path) -> None:
     layer = load(folder, "8bit").model.layers[0].mlp.up_proj
     with pytest.raises(UnsupportedError, match="exclude embedding and head"):
         FewTokensHead(layer, torch.arange(4))
