@@ -18,7 +18,6 @@ from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.evaluation.lossless.distribution import IMPOSSIBLE, chi_square
 from tests import criteria, test_distribution, tiny_models
 from tests.model_watch import count_forwards
-from tests.tiers import FEW_STRATEGIES
 
 NEW_TOKENS = 24
 
@@ -66,7 +65,7 @@ def options(name: str, kind: str, padded: bool) -> dict[str, Any]:
     return given
 
 
-@pytest.mark.by_default(strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(strategy=("lookup", "falcon"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", tiny_models.MATRIX)
 def test_all_is_as_in_plain_decoding(strategy: str, kind: str) -> None:

@@ -17,7 +17,6 @@ from transformers import LogitsProcessor
 import hf_spec
 from tests import tiny_models
 from tests.identity import assert_identical
-from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import MATRIX, VOCAB
 
 INF, NAN = float("inf"), float("nan")
@@ -78,7 +77,7 @@ def plain(kind: str, option: str) -> Tensor:
     )
 
 
-@pytest.mark.by_default(strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(strategy=("lookup", "tree"))
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("strategy", MATRIX)
 def test_greedy_tokens_are_those_of_plain_decoding(strategy: str, option: str) -> None:

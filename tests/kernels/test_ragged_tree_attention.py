@@ -102,6 +102,7 @@ def compare(
     torch.testing.assert_close(out, expected, atol=TOLERANCE[out.dtype], rtol=0)
 
 
+@pytest.mark.by_default(name=("plain", "window", "chunk", "softcap", "slopes", "everything"))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_kernel_agrees(name: str, device: torch.device, dtype: torch.dtype) -> None:
     compare(make_case(dtype=dtype, device=device), scoring(name, device))

@@ -109,6 +109,7 @@ def test_strategies(name: str, strategy: str) -> None:
     assert strategy == "lookup" or output.spec_stats.accepted_tokens > 0
 
 
+@pytest.mark.by_default(name=("mamba2",))
 @pytest.mark.parametrize("name", TREES_ALONE)
 def test_other_models_draft_for_themselves(name: str) -> None:
     output = build(name).generate(
@@ -148,6 +149,7 @@ def in_slots(name: str) -> tuple[list[list[int]], list[list[int]]]:
     ]
 
 
+@pytest.mark.by_default(name=("qwen3_5_text", "mamba"))
 @pytest.mark.parametrize("name", [*THREE, "mamba"])
 def test_prompts_follow_each_other_in_the_slots(name: str) -> None:
     found, alone = in_slots(name)
@@ -166,6 +168,7 @@ def conversation(name: str, **options: Any) -> tuple[Tensor, DynamicCache]:
 
 
 @pytest.mark.smoke
+@pytest.mark.by_default(name=("qwen3_5_text", "lfm2"))
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_cache_is_resumed_and_handed_back(name: str) -> None:
     expected, theirs = conversation(name)

@@ -193,6 +193,7 @@ STRATEGIES: dict[str, tuple[Any, Callable[[str], Any]]] = {
 }
 
 
+@pytest.mark.by_default(strategy=("lookup", "smaller text draft", "falcon", "sdsat"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_strategies(name: str, strategy: str) -> None:

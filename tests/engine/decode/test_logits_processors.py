@@ -109,7 +109,7 @@ WARPERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.by_default(batch=("ragged",))
+@pytest.mark.by_default(batch=("ragged",), strategy=("tree",))
 @pytest.mark.parametrize("batch", ["one", "ragged"])
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 @pytest.mark.parametrize("name", SETTINGS)

@@ -63,6 +63,7 @@ def forwards(target: nn.Module) -> list[str]:
     return [name for name, module in target.named_modules() if "forward" in module.__dict__]
 
 
+@pytest.mark.by_default(name=("llama", "gemma3", "gpt_neox", "qwen2_sliding"))
 @pytest.mark.parametrize("name", MODELS)
 def test_programs_give_the_tokens_of_plain_generate(name: str, runs: list[Any]) -> None:
     target = model(name)

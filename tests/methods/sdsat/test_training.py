@@ -29,6 +29,7 @@ RUN = TrainSettings(epochs=2, batch_tokens=60, learning_rate=0.02, evaluate_ever
 
 
 class TestTraining:
+    @pytest.mark.by_default(mode=("gated",))
     @pytest.mark.parametrize(
         ("mode", "diverse"),
         [
