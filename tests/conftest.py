@@ -53,7 +53,7 @@ LONGEST = (
 # Before pytest deselects by marker.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, and mark `full` what no `by_default` marker selects."""
+    """Put the longest files first, and mark `full` what `tests/tiers.py` says."""
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
     for item in items:

@@ -107,7 +107,7 @@ def orders(size: int) -> list[list[int]]:
     return [list(range(size)), list(range(20, 20 + size))[::-1], mixed[:size]]
 
 
-@pytest.mark.by_default(size=(5,))
+@pytest.mark.by_default(size=(5,), strategy=FEW_STRATEGIES)
 @pytest.mark.smoke
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [2, 5, 16])
@@ -194,7 +194,7 @@ def test_the_option_is_named() -> None:
     assert LookupConfig(3).match_length == 3
 
 
-@pytest.mark.by_default(name=("llama",), strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(name=("llama",), strategy=("lookup", "falcon"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 def test_forty_prompts_on_six_slots(name: str, strategy: str) -> None:

@@ -42,6 +42,7 @@ def texts_of(length: int) -> list[list[int]]:
     return torch.randint(3, VOCAB, (2, length), generator=generator).tolist()
 
 
+@pytest.mark.by_default(mode=("on",))
 @pytest.mark.parametrize("mode", ["off", "on"])
 def test_no_split_of_a_text_changes_a_bit(target: Any, mode: str) -> None:
     hf_spec.compile(target, mode)
@@ -58,6 +59,7 @@ def test_two_threads_compute_the_same_bits(target: Any) -> None:
     assert [first_difference(found, alone[0]) for found in (*alone, *shared)] == [None] * 4
 
 
+@pytest.mark.by_default(strategy=("tree",))
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 def test_greedy_output_is_that_of_none(target: Any, strategy: str) -> None:
     generator = torch.Generator().manual_seed(2)

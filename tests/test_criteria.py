@@ -65,7 +65,7 @@ def options(name: str, kind: str, padded: bool) -> dict[str, Any]:
     return given
 
 
-@pytest.mark.by_default(strategy=("lookup", "falcon"))
+@pytest.mark.by_default(strategy=("falcon",))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", tiny_models.MATRIX)
 def test_all_is_as_in_plain_decoding(strategy: str, kind: str) -> None:

@@ -24,7 +24,6 @@ from hf_spec import SpecGenerateOutput, UnsupportedError
 from hf_spec.common.outputs import RowStats
 from tests import tiny_models
 from tests.identity import assert_identical
-from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import ARCHITECTURES, MATRIX, PUBLISHED
 
 # Without drafts nothing can be accepted; tests/methods/test_none.py has that case.
@@ -179,7 +178,7 @@ def on_all_architectures(strategy: str) -> list[Any]:
     return [pytest.param(name, strategy, marks=marks) for name in ARCHITECTURES]
 
 
-@pytest.mark.by_default(name=QUICK)
+@pytest.mark.by_default(name=QUICK, strategy=("lookup", "tree", "falcon"))
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -200,7 +199,7 @@ def test_every_architecture_and_strategy(name: str, strategy: str) -> None:
     assert accepted > 0
 
 
-@pytest.mark.by_default(strategy=("lookup", "tree"))
+@pytest.mark.by_default(strategy=("tree",))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.__name__)
 def test_every_option(option: Callable[..., Any], strategy: str) -> None:
@@ -266,7 +265,7 @@ def ended_inside_a_block(row: RowStats, generated: int) -> bool:
     return generated == row.accepted_tokens + row.target_forwards - 1
 
 
-@pytest.mark.by_default(name=("llama",), strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(name=("llama",), strategy=("tree", "falcon"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["falcon_alibi", "gemma3", "llama"])
@@ -289,7 +288,7 @@ def test_an_accepted_end_of_sequence_cuts_its_block(name: str, strategy: str, ki
     assert cut > 0, "no end of sequence fell on an accepted token"
 
 
-@pytest.mark.by_default(strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(strategy=("lookup", "falcon"))
 @pytest.mark.parametrize("option", [stop_string, custom_criterion], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_stop_rule_cuts_an_accepted_block(

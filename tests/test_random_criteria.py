@@ -126,6 +126,7 @@ def check_case(number: int) -> None:
     (check_batch if number % 5 == 4 else check_generate)(draw, name, strategy)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(FEW))
 def test_a_few_random_cases(number: int) -> None:
     check_case(number)

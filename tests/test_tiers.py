@@ -47,6 +47,12 @@ def test_all_markers_count() -> None:
     assert not runs_by_default(case(*markers, name="llama", size=3))
 
 
+def test_other_tools_run_in_the_full_tier() -> None:
+    integration = [pytest.mark.integration.mark]
+    item = SimpleNamespace(iter_markers=lambda name: integration if name == "integration" else [])
+    assert not runs_by_default(item)
+
+
 def test_a_parameter_that_is_missing_is_an_error() -> None:
     with pytest.raises(pytest.UsageError, match=r"test_one\[case\].*no parameter 'nam'"):
         runs_by_default(case({"nam": ("llama",)}, name="llama"))

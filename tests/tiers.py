@@ -17,11 +17,13 @@ FEW_STRATEGIES = ("lookup", "tree", "falcon", "sdsat")
 
 
 def runs_by_default(item: pytest.Item) -> bool:
-    """Return False for a case that no `by_default` marker selects.
+    """Return False for a case that no `by_default` marker selects, and where another tool runs.
 
     Raises:
         pytest.UsageError: if a marker names a parameter that the test lacks.
     """
+    if any(item.iter_markers("integration")):
+        return False
     for marker in item.iter_markers("by_default"):
         parameters = item.callspec.params  # type: ignore[attr-defined]
         for name, selected in marker.kwargs.items():

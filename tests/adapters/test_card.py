@@ -71,6 +71,7 @@ def test_metadata_and_usage(tmp_path: Path, method: str) -> None:
     assert f"```bash\n{install_command()}\n```" in card.text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_the_examples_of_a_card_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str

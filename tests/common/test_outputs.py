@@ -118,6 +118,7 @@ class TestPrinted:
         assert "target_forwards=3" in text
 
 
+@pytest.mark.by_default(kind=("ragged",))
 @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
 @pytest.mark.parametrize("kind", ["one", "ragged"])
 def test_statistics_of_a_generation_are_consistent(strategy: str, kind: str) -> None:

@@ -127,7 +127,7 @@ def test_fields_are_those_of_plain_generate(strategy: str, kind: str) -> None:
     check_same_cache(output_cache(output), output_cache(expected), mask)
 
 
-@pytest.mark.by_default(name=("llama",))
+@pytest.mark.by_default(name=("llama",), strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -157,7 +157,7 @@ def test_scores_and_logits_are_those_of_plain_generate(name: str, strategy: str)
     assert not torch.allclose(output.scores[-1], output.logits[-1], atol=1e-2)
 
 
-@pytest.mark.by_default(strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(strategy=("tree", "falcon"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_scores_stop_where_a_block_is_cut(strategy: str) -> None:
     options = {
@@ -174,6 +174,7 @@ def test_scores_stop_where_a_block_is_cut(strategy: str) -> None:
         torch.testing.assert_close(output.scores[-1], expected.scores[-1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_several_samples_of_one_prompt(strategy: str) -> None:
     prompt = tiny_models.prompts("llama", "one")
@@ -197,7 +198,7 @@ def test_several_samples_of_one_prompt(strategy: str) -> None:
     assert [step.shape for step in output.scores] == [(3, tiny_models.VOCAB)] * NEW_TOKENS
 
 
-@pytest.mark.by_default(strategy=("tree",))
+@pytest.mark.by_default(strategy=("tree",), kind=("ragged",))
 @pytest.mark.smoke
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 @pytest.mark.parametrize("kind", ["one", "ragged"])
@@ -219,7 +220,7 @@ def test_two_turns_with_one_cache(name: str, kind: str, strategy: str) -> None:
     check_same_cache(ours, theirs, next_turn(again, output.sequences)["attention_mask"])
 
 
-@pytest.mark.by_default(kind=("ragged",))
+@pytest.mark.by_default(kind=("ragged",), name=("llama", "gemma3"))
 @pytest.mark.parametrize("kind", ["one", "ragged"])
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("first_is_plain", [True, False])

@@ -188,6 +188,9 @@ def test_other_weights_and_implementations_are_refused() -> None:
 PROCESSORS = {"x86-64": ("sse2", 8), "haswell": ("avx2", 16), "cooperlake": ("avx512_bf16", 32)}
 
 
+@pytest.mark.by_default(
+    processor=("x86-64", "haswell"), dtype=lambda dtype: dtype == torch.bfloat16
+)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
 @pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -114,6 +114,7 @@ def test_queries_share_key_heads(kv_heads: int, groups: int, device: torch.devic
     compare(make_case(shape=Shape(kv_heads, groups), device=device), Scoring())
 
 
+@pytest.mark.by_default(head=lambda head: head in (48, 64, 128))
 @pytest.mark.parametrize("head", [8, 16, 48, 64, 80, 96, 128, 256, 512])
 def test_head_sizes(head: int, device: torch.device, dtype: torch.dtype) -> None:
     case = make_case(ROWS[1:3], Shape(1, 2, head, head), dtype, device)
@@ -178,6 +179,7 @@ def test_only_a_window_is_shared_out(
     assert asked == [4 + 10, 47]
 
 
+@pytest.mark.by_default(num_splits=lambda num_splits: num_splits == 2)
 @pytest.mark.parametrize("num_splits", [2, 5])
 def test_stretches_of_keys_add_up(
     num_splits: int, device: torch.device, dtype: torch.dtype

@@ -27,7 +27,7 @@ def test_the_reference() -> None:
     assert 1 < int(found.isfinite().sum(dim=-1).min()) < 700
 
 
-@pytest.mark.by_default(vocab=lambda vocab: vocab in (17, 9001))
+@pytest.mark.by_default(vocab=lambda vocab: vocab == 9001)
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("vocab", [1, 17, 1000, 9001])
 def test_the_kernel(vocab: int, top_p: float, device: torch.device) -> None:

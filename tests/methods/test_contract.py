@@ -117,6 +117,7 @@ def test_chains(strategy: str) -> None:
     assert stats.drafted_tokens == sum(stats.drafted_by_position) > 0
 
 
+@pytest.mark.by_default(strategy=("draft", "tree", "falcon"))
 @pytest.mark.parametrize("strategy", HAVE_POLICIES)
 def test_every_length_policy(strategy: str) -> None:
     for policy in POLICIES:

@@ -39,6 +39,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_default(strategy=("draft", "gsd", "auto"))
 @pytest.mark.parametrize(("name", "strategy", "rows", "kind"), CASES)
 def test_output_is_the_targets(name: str, strategy: str, rows: int, kind: str) -> None:
     # The prompts hold tokens that the smaller ones have no embedding for.

@@ -117,6 +117,7 @@ class TestCancellation:
         assert served.metric("generated_tokens_total") < generated + 200
         assert served.text(TEXTS[1]) == plain(TEXTS[1])
 
+    @pytest.mark.full
     def test_one_that_waits_may_go_too(self, served: Served) -> None:
         cancelled = served.metric(CANCELLED)
         long = [served.ask(text, max_tokens=200, stream=True) for text in TEXTS[:2]]

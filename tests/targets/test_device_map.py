@@ -16,7 +16,6 @@ from hf_spec import UnsupportedError
 from hf_spec.backend.device.placement import execution_device
 from tests.targets import image_cases
 from tests.targets.cases import NEW_TOKENS, assistant_of, speculate
-from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import build, prompts, sdsat_adapter, settled_prompt, speculation
 
 STRATEGIES = ("lookup", "draft", "tree", "gsd", "disco", "sdsat", "auto")
@@ -61,7 +60,7 @@ def hooks(model: nn.Module) -> dict[str, Any]:
     return {**modules, **{name: p.device.type for name, p in model.named_parameters()}}
 
 
-@pytest.mark.by_default(strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(strategy=("tree", "sdsat"), kind=("part", "disk"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_tokens_and_the_same_hooks(kind: str, strategy: str, tmp_path: Path) -> None:
@@ -77,6 +76,7 @@ def test_the_same_tokens_and_the_same_hooks(kind: str, strategy: str, tmp_path: 
         assert found["accepted"] > 0
 
 
+@pytest.mark.by_default(name=("gemma3",))
 @pytest.mark.parametrize("name", ["bloom", "gemma3", "gpt_oss"])
 def test_other_paths_through_the_engine(name: str, tmp_path: Path) -> None:
     """The rectangular one, sliding windows and attention sinks; rows padded on the left."""

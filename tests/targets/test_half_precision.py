@@ -35,6 +35,7 @@ def rows(name: str) -> list[torch.Tensor]:
     return [settled, settled[:, :21]]
 
 
+@pytest.mark.by_default(strategy=("lookup", "tree", "gsd"))
 @pytest.mark.parametrize(("name", "dtype", "strategy"), CASES)
 def test_every_difference_is_a_tie(name: str, dtype: torch.dtype, strategy: str) -> None:
     model = half(name, dtype)

@@ -27,7 +27,6 @@ from tests.hybrid_models import DELTA_NETS, HYBRIDS, MAMBA_1, PURE, build, noisy
 from tests.model_watch import snapshot
 from tests.refusals import refuse
 from tests.targets.cases import assert_same_up_to_ties
-from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import random_adaptive_tokens, wide_tree
 
 ONE, RAGGED = (23,), (23, 9, 2)
@@ -73,7 +72,7 @@ def guessed(name: str, lengths: tuple[int, ...], branches: bool) -> Any:
     return speculate(build(name), given, plain(name, lengths), branches)
 
 
-@pytest.mark.by_default(branches=(True,))
+@pytest.mark.by_default(branches=(True,), name=(*THREE, "mamba", "mamba2", "jamba"))
 @pytest.mark.parametrize("branches", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_greedy_output_is_that_of_plain_generate(name: str, branches: bool) -> None:
@@ -86,13 +85,14 @@ def test_greedy_output_is_that_of_plain_generate(name: str, branches: bool) -> N
     assert snapshot(model) == before
 
 
+@pytest.mark.by_default(name=(*THREE, "mamba", "mamba2", "jamba"))
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_what_is_compared_varies(name: str) -> None:
     outputs = [plain(name, lengths)[:, lengths[0] :].flatten() for lengths in (ONE, RAGGED)]
     assert len(set(torch.cat(outputs).tolist())) >= 20
 
 
-@pytest.mark.by_default(strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(strategy=("tree",))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", THREE)
 def test_strategies(name: str, strategy: str) -> None:
@@ -347,6 +347,7 @@ class Counted:
         monkeypatch.setattr(Mixer, "run", counting)
 
 
+@pytest.mark.by_default(branches=(True,))
 @pytest.mark.parametrize(
     ("branches", "calls", "tokens"), [(False, 109 / 54, 598 / 398), (True, 97 / 48, 1582 / 622)]
 )

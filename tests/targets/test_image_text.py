@@ -49,6 +49,7 @@ SHAPES = ("chain", "tree")
 NEW_TOKENS = {"one": 48, "ragged": 20}
 # The windows of one, the moved positions of the other.
 REPRESENTATIVES = ("gemma3", "qwen3_vl")
+QUICK = (*REPRESENTATIVES, "llava")
 
 
 def prompt(name: str, kind: str, images: bool = True) -> dict[str, Tensor]:
@@ -90,7 +91,7 @@ BROKEN = {
 NAMES = [pytest.param(name, marks=BROKEN.get(name, ())) for name in FAMILIES]
 
 
-@pytest.mark.by_default(kind=("ragged",))
+@pytest.mark.by_default(kind=("ragged",), name=QUICK)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_with_images(name: str, kind: str) -> None:
@@ -102,6 +103,7 @@ def test_prompts_with_images(name: str, kind: str) -> None:
         assert len(set(answers(name, kind)[0])) >= 20
 
 
+@pytest.mark.by_default(name=QUICK)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_image_matters(name: str) -> None:
     inputs = prompt(name, "one")
@@ -193,7 +195,7 @@ STRATEGIES: dict[str, tuple[Any, Callable[[str], Any]]] = {
 }
 
 
-@pytest.mark.by_default(strategy=("lookup", "smaller text draft", "falcon", "sdsat"))
+@pytest.mark.by_default(strategy=("smaller text draft", "falcon"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_strategies(name: str, strategy: str) -> None:
@@ -209,6 +211,7 @@ def test_strategies(name: str, strategy: str) -> None:
         assert output.spec_stats.accepted_tokens > 0
 
 
+@pytest.mark.by_default(kind=("ragged",), name=QUICK)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "name", ["gemma3", "gemma4", "lfm2_vl", "paligemma", "qwen3_5", "qwen3_vl"]
@@ -248,6 +251,7 @@ def test_several_sequences_of_one_prompt() -> None:
     assert output.spec_stats.accepted_tokens > 12
 
 
+@pytest.mark.by_default(name=QUICK, strategy=("tree",))
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "qwen3_5", "llava"])
 def test_the_next_turn_reuses_the_cache(name: str, strategy: str) -> None:

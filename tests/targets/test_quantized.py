@@ -29,7 +29,6 @@ from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
 from tests.compiler import needs_compiler
 from tests.targets.cases import NEW_TOKENS, SEED, assert_same_up_to_ties
-from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import VOCAB, random_adaptive_tokens, repetitive_prompt, wide_tree
 
 pytest.importorskip("bitsandbytes")
@@ -106,7 +105,7 @@ def speculation(folder: Path, model: Any, strategy: str, out: Path) -> dict[str,
     return {"spec_strategy": strategy, "assistant": hf_spec.truncated_draft(model, 2)}
 
 
-@pytest.mark.by_default(strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(strategy=("lookup", "falcon"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_own_output_up_to_ties(kind: str, strategy: str, folder: Path, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def program_of(layer: nn.Module, *given: Any) -> Callable[..., Any]:
     return lambda *args: bound(LayerCall(args, {}), step)
 
 
+@pytest.mark.by_default(dtype=lambda dtype: dtype == torch.bfloat16)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", COMPUTED)

@@ -282,7 +282,7 @@ def dequantized_matmul(states: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return torch.nn.functional.linear(states, weight.to(states.dtype))
 
 
-@pytest.mark.by_default(change=("in_four_bits",))
+@pytest.mark.full
 @pytest.mark.parametrize("change", [uncompiled, compiled, in_four_bits, in_eight_bits])
 def test_compiled_and_quantized_targets(
     change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_disco(model_folder: Path, responses: Path, prompts: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     train = ("train", "disco", model_folder, "--responses", responses, "--out", adapter)

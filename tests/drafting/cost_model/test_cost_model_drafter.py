@@ -68,6 +68,7 @@ def generate(strategy: Any, given: Any, kind: str = "one", **settings: Any) -> A
 
 
 class TestOutput:
+    @pytest.mark.by_default(name=("lookup", "tree", "falcon"))
     @pytest.mark.parametrize("name", NAMES)
     @pytest.mark.parametrize(
         ("pairs", "kind"), [((0.0, 0.0), "ragged"), ((0.02, 0.1), "ragged"), ((0.5, 0.9), "one")]
@@ -204,6 +205,7 @@ class Machine:
 
 
 class TestLosses:
+    @pytest.mark.by_default(strategy=("auto", "tree"))
     @pytest.mark.parametrize("strategy", ["auto", "draft", "tree", "gsd"])
     def test_drafts_that_never_pay_are_given_up_within_the_bound(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -252,6 +252,7 @@ def test_each_is_answered_as_if_alone(strategy: str) -> None:
     assert list(found.values()) == expected
 
 
+@pytest.mark.by_default(strategy=("draft", "falcon"))
 @pytest.mark.parametrize("strategy", ["lookup", "draft", "falcon", "sdsat"])
 def test_greedy_requests_stay_so_beside_others_that_draw(strategy: str) -> None:
     torch.manual_seed(3)

@@ -21,7 +21,6 @@ from hf_spec import LookupConfig, OptionError, TreeConfig, UnsupportedError
 from hf_spec.engine.decode import logits_processors as processors
 from hf_spec.engine.decode.logits_processors import NodeProcessors, RowProcessors
 from tests.targets import whisper_cases
-from tests.tiers import FEW_STRATEGIES
 from tests.tiny_models import (
     STRATEGIES,
     VOCAB,
@@ -537,7 +536,7 @@ class TestRowProcessors:
             RowProcessors(1, raised).begin(0, [Unique()])
 
 
-@pytest.mark.by_default(strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(strategy=("tree",))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_watermark_that_raises_an_error_on_some_scores(strategy: str) -> None:
     """Those of the draft model, here; of the target's it makes something at every step."""

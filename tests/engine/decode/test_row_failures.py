@@ -64,7 +64,7 @@ INNOCENT = PROMPTS[:3] + PROMPTS[4:]
 MIXED = [*INNOCENT[:1], PROMPT, *INNOCENT[1:]]
 
 
-@pytest.mark.by_default(strategy=FEW_STRATEGIES)
+@pytest.mark.by_default(strategy=("lookup", "tree"))
 @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
 @pytest.mark.parametrize(
     ("make", "said"),

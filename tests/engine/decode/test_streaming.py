@@ -15,6 +15,7 @@ from hf_spec import BatchStreamer, BatchTextStreamer, UnsupportedError
 from hf_spec.engine.decode.stopping import StopRules
 from tests import tiny_models
 from tests.row_states import commit, make_state
+from tests.tiers import FEW_STRATEGIES
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -130,6 +131,7 @@ def batch_call(name: str, streamer: Any, **options: Any) -> Any:
     )
 
 
+@pytest.mark.by_default(strategy=FEW_STRATEGIES)
 @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
 def test_a_batch_is_streamed_while_it_grows(strategy: str) -> None:
     name = "gemma3"

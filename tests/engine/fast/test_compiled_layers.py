@@ -63,7 +63,7 @@ def forwards(target: nn.Module) -> list[str]:
     return [name for name, module in target.named_modules() if "forward" in module.__dict__]
 
 
-@pytest.mark.by_default(name=("llama", "gemma3", "gpt_neox", "qwen2_sliding"))
+@pytest.mark.by_default(name=("llama", "gemma3", "gpt_neox"))
 @pytest.mark.parametrize("name", MODELS)
 def test_programs_give_the_tokens_of_plain_generate(name: str, runs: list[Any]) -> None:
     target = model(name)
@@ -218,6 +218,7 @@ def test_forwards_that_products_are_given_later_count(product: str, runs: list[A
     assert runs == []
 
 
+@pytest.mark.full
 def test_an_adapter_that_is_chosen_later_counts(runs: list[Any]) -> None:
     """Names and scales of adapters are constants of a program."""
     target = model("llama")
@@ -346,6 +347,7 @@ def test_the_option_overrides_a_compiled_model(runs: list[Any]) -> None:
     assert runs
 
 
+@pytest.mark.by_default(strategy=("falcon",))
 @pytest.mark.parametrize("strategy", ["tree", "falcon"])
 def test_the_option_compiles_what_drafts(strategy: str, runs: list[Any]) -> None:
     target, options = model("llama"), tiny_models.speculation("llama", strategy)

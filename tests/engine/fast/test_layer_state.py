@@ -202,7 +202,7 @@ class Change(LogitsProcessor):
         return scores
 
 
-@pytest.mark.by_default(change=("a value", "a hook"))
+@pytest.mark.by_default(change=("a value",))
 @needs_compiler
 @pytest.mark.parametrize("change", sorted(CHANGES.keys() - {"training mode"}))
 def test_compiled_layers_follow_a_change_during_a_call(
@@ -281,6 +281,7 @@ def test_values_that_lead_back_to_themselves(target: Any) -> None:
     assert state.holds()
 
 
+@pytest.mark.full
 @needs_compiler
 def test_the_program_of_an_earlier_state_is_used_again(target: Any) -> None:
     first = hf_spec.compile(target)

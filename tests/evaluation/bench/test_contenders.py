@@ -276,6 +276,7 @@ def test_the_extremes(model: Any, length: int) -> None:
     assert never.stats.drafted_tokens > 0 == never.stats.accepted_tokens
 
 
+@pytest.mark.full
 def test_acceptance_is_what_was_asked_at_every_position(model: Any) -> None:
     contender = synthetic(model, 0.7, 3)
     accepted, drafted = [0, 0, 0], [0, 0, 0]

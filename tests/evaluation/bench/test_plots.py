@@ -46,6 +46,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.full
 def test_all_four(tmp_path: Path, drawn: dict[str, tuple[Any, ...]]) -> None:
     written = plots.draw(RESULTS, tmp_path / "plots")
     assert [path.stem for path in written] == list(drawn) == NAMES

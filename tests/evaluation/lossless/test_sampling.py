@@ -38,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_default(name=("draft",))
 @pytest.mark.parametrize("name", ["lookup", "draft"])
 def test_real_strategies_pass(model: PreTrainedModel, prompts: list[Tensor], name: str) -> None:
     before = torch.get_rng_state()
@@ -51,6 +52,7 @@ def test_real_strategies_pass(model: PreTrainedModel, prompts: list[Tensor], nam
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.by_default(name=("draft",))
 @pytest.mark.parametrize(
     ("name", "rule", "broken"),
     [("draft", "ResidualRejection", NoResidual), ("tree", "NodeDraw", RedrawnBonus)],

@@ -74,6 +74,7 @@ def test_a_biased_residual(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.passed
 
 
+@pytest.mark.full
 def test_half_precision_differs_by_ties_alone(run: Any, model: PreTrainedModel) -> None:
     """Tokens whose rows of the head differ by a step of bfloat16: rounding decides among them."""
     target: Any = copy.deepcopy(model).to(torch.bfloat16)

@@ -54,6 +54,7 @@ def generate(assistant: Any, kind: str = "ragged", new_tokens: int = 10, **optio
     return output
 
 
+@pytest.mark.by_default(shape=("tree",))
 @pytest.mark.parametrize(
     ("head", "from_anchor"),
     [

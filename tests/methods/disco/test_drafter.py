@@ -276,6 +276,7 @@ class TestGenerate:
         assert torch.equal(output.sequences, model.generate(**options))
         assert output.spec_stats.accepted_tokens > 0
 
+    @pytest.mark.full
     def test_draft_keys_and_values_are_cut_back_at_every_length(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

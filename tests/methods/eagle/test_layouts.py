@@ -68,6 +68,7 @@ def inside(head: EagleHead) -> dict[str, Tensor]:
     return {**dict(head.attention.named_parameters()), "table": head._table, "known": known}
 
 
+@pytest.mark.by_default(engine=("vllm",))
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [

@@ -146,6 +146,7 @@ def check_against_reference(
 
 
 class TestDrafts:
+    @pytest.mark.by_default(size=lambda size: size > 1)
     @pytest.mark.parametrize(("name", "size", "recurrent"), HEADS)
     def test_every_draft_of_a_ragged_batch(self, name: str, size: int, recurrent: bool) -> None:
         head = random_head(name, size, 2, recurrent)
@@ -155,6 +156,7 @@ class TestDrafts:
         # Rounds of several lengths, or re-feeding would never be seen.
         assert output.spec_stats.accepted_tokens > 0
 
+    @pytest.mark.by_default(name=("gemma3",))
     @pytest.mark.parametrize(("name", "size"), [("llama", 1), ("gemma3", 2)])
     def test_features_of_several_states(
         self, name: str, size: int, monkeypatch: pytest.MonkeyPatch
@@ -245,6 +247,7 @@ class TestDrafts:
 
 
 class TestIdentity:
+    @pytest.mark.by_default(size=lambda size: size in (1, 3))
     @pytest.mark.parametrize(
         ("tree", "size"), [("auto", 1), ("chain", 2), (BUSHY.paths, 3), ("auto", 4)]
     )

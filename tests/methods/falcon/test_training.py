@@ -140,6 +140,7 @@ def test_resumed_equals_unbroken(
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_starting_from_a_head(model: PreTrainedModel, texts: list[Text], tmp_path: Path) -> None:
     first = train_falcon(model, texts, tmp_path / "first", SETTINGS, RUN)
     start = load_adapter(tmp_path / "first")

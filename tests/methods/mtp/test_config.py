@@ -75,6 +75,7 @@ class TestParity:
 
 
 class TestGenerate:
+    @pytest.mark.by_default(tree=("dynamic",))
     @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
     @pytest.mark.parametrize("tree", ["chain", "dynamic"])
     def test_greedy_output_is_the_targets_own(self, name: str, tree: str) -> None:

@@ -57,6 +57,7 @@ def record(
     return Record(prompt=prompt, contender=contender, repeat=repeat, seconds=seconds, **fields)
 
 
+@pytest.mark.full
 def test_the_best_pair_goes_into_the_adapter(tmp_path: Path) -> None:
     model, ticks = build("llama"), []
     save_disco_adapter(tmp_path, model, threshold=0.99, max_draft_tokens=99)
@@ -121,6 +122,7 @@ def test_forwards_at_their_median_cost_do_not_depend_on_a_slow_moment() -> None:
     assert table["b"]["ratio_at_one_price"] == pytest.approx((15 / 15 + 30 / 20) / 2)
 
 
+@pytest.mark.by_default(judge=("time",))
 @pytest.mark.parametrize(
     ("judge", "figure"), [("time", "ratio"), ("forwards", "ratio_at_one_price")]
 )

@@ -73,6 +73,7 @@ def least_tau(kind: str, translation: str) -> float:
 
 @pytest.mark.parametrize("translation", TRANSLATIONS)
 class TestIdentity:
+    @pytest.mark.by_default(kind=("unigram",))
     @pytest.mark.parametrize(("kind", "shape"), CASES)
     def test_drafts_are_accepted_and_the_output_is_the_targets(
         self, kind: str, shape: str, translation: str
