@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from hf_spec_kernels.packed_linear import PackedWeight, pack_weight, packed_linear
@@ -22,9 +23,10 @@ from torch import Tensor
 
 # Weights with fewer elements are multiplied faster than they are screened.
 MIN_ELEMENTS = 1 << 22
-# Numbers of rows at which screening is timed, and the required speedup.
-TIMED_ROWS = (1, 4, 16)
-HEAD_START = 1.05
+# Numbers of rows at which screening is timed, and the required speedup: rows of other texts leave
+# more outputs to compute than repeated ones.
+TIMED_ROWS = (1, 2, 4, 6, 8, 12, 16)
+HEAD_START = 1.25
 # More blocks than this fraction are not faster to compute than all.
 MOST_BLOCKS = 1 / 8
 LARGEST_CODE = 127
@@ -70,20 +72,24 @@ class ScreenedWeight:
         """
         exact, wide = self.exact, states.float()
         scores = packed_linear(wide, self.codes).mul_(self.scales)
-        slack = wide.norm(dim=1, keepdim=True) * self.margins
-        # Outputs are rounded to the dtype of the states, which keeps their order.
-        least = (scores - slack).amax(dim=1, keepdim=True).to(states.dtype)
-        if not bool(least.isfinite().all()):
+        norms, top = wide.norm(dim=1), scores.amax(dim=1)
+        # First by the largest margin of all outputs, which leaves few to look at one by one.
+        floor = top - 2 * norms * self.margins.max() - 2 * torch.finfo(states.dtype).eps * top.abs()
+        if not bool(floor.isfinite().all()):
             return None
-        possible = (scores.add_(slack).to(states.dtype) >= least).any(dim=0).nonzero()[:, 0]
+        rows, outputs = (scores >= floor[:, None]).nonzero(as_tuple=True)
+        scores, slack = scores[rows, outputs], norms[rows] * self.margins[outputs]
+        least = floor.scatter_reduce(0, rows, scores - slack, "amax").to(states.dtype)
+        # Rounding keeps the order of outputs, but equal ones count by their place.
+        possible = outputs[(scores + slack).to(states.dtype) >= least[rows]]
         size = exact.blocks.shape[2]
-        blocks = possible.div_(size, rounding_mode="floor").unique_consecutive()
+        blocks = possible.div_(size, rounding_mode="floor").unique()
         if len(blocks) > len(exact.blocks) * MOST_BLOCKS:
             return None
         some = replace(exact, blocks=exact.blocks[blocks], num_outputs=len(blocks) * size)
-        outputs = packed_linear(states, some).view(len(states), len(blocks), size)
+        computed = packed_linear(states, some).view(len(states), len(blocks), size)
         found = states.new_full((len(states), len(exact.blocks), size), -math.inf)
-        found[:, blocks] = outputs
+        found[:, blocks] = computed
         return found.view(len(states), -1)[:, : exact.num_outputs]
 
 
@@ -103,8 +109,8 @@ def screen(weight: Tensor, exact: PackedWeight) -> ScreenedWeight:
         scale = wide.abs().amax(dim=1).div_(LARGEST_CODE).clamp_min_(torch.finfo().tiny)
         rounded = (wide / scale[:, None]).round_()
         codes[part], scales[part] = rounded, scale
-        wide.sub_(rounded.mul_(scale[:, None]))
-        margins[part] = wide.norm(dim=1).add_(norms, alpha=num_inputs * ROUNDING)
+        error = rounded.mul_(scale[:, None]).sub_(wide).norm(dim=1)
+        margins[part] = error.add_(norms, alpha=num_inputs * ROUNDING)
     # The norms above are rounded themselves.
     margins.mul_(1 + 1e-3)
     return ScreenedWeight(exact, pack_weight(codes, torch.float32), scales, margins)
@@ -116,18 +122,18 @@ def timed(weight: ScreenedWeight, states: Tensor) -> ScreenedWeight:
     most = 0
     for rows in TIMED_ROWS:
         some = states[torch.arange(rows) % len(states)]
-        full = _seconds(lambda some=some: packed_linear(some, weight.exact).argmax(dim=1))
-        screened = _seconds(lambda some=some: weight.best(some))
+        full = _seconds(partial(packed_linear, some, weight.exact))
+        screened = _seconds(partial(weight.best, some))
         if screened * HEAD_START > full:
             break
         most = rows
     return replace(weight, most_rows=most)
 
 
-def _seconds(run: Callable[[], object], repeats: Sequence[int] = range(3)) -> float:
+def _seconds(run: Callable[[], object], repeats: int = 3) -> float:
     """Return the shortest time of a few runs."""
     found = math.inf
-    for _ in repeats:
+    for _ in range(repeats):
         start = time.perf_counter()
         run()
         found = min(found, time.perf_counter() - start)
