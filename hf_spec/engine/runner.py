@@ -264,7 +264,8 @@ class ModelRunner:
             linears.refresh()
         self._layers.begin_step()
         before = self.tokens_run
-        with use_packed_linears(self.rounded):
+        prompt = any(w.stored == 0 for w in work)
+        with use_packed_linears(self.rounded, prompt):
             if packed:
                 with packed.active():
                     output = self._run_packed(packed, work, tree, device_tokens)
