@@ -83,6 +83,10 @@ class RowStats:
             self.accepted_by_position.pop()
 
 
+# Counts of `SpecStats` whose sum is the largest of both.
+MAXIMA = ("kv_pool_bytes", "packed_weight_bytes")
+
+
 @dataclass
 class SpecStats:
     """Counts and times of one `generate()` call or a sum of several; `str()` is a small table.
@@ -101,6 +105,8 @@ class SpecStats:
         graph_captures: CUDA graphs recorded in this call; graphs of earlier calls are reused.
         graph_refusal: reason why forward passes cannot be recorded, or None.
         kv_pool_bytes: memory of the target's KV pool at the end, in a sum the largest.
+        packed_weight_bytes: packed weights of this process on the CPU at the end, in a sum the
+            largest; 4-bit and 8-bit layers have none.
         kv_pool_growths: how often the target's KV pool grew and was copied.
         memory_retries: operations of the target that were repeated after the device had run out of
             memory, and graphs and unused capacity were freed.
@@ -120,6 +126,7 @@ class SpecStats:
     graph_captures: int = 0
     graph_refusal: str | None = None
     kv_pool_bytes: int = 0
+    packed_weight_bytes: int = 0
     kv_pool_growths: int = 0
     memory_retries: int = 0
     draft_forwards: int = 0
@@ -154,9 +161,9 @@ class SpecStats:
         sums: dict[str, Any] = {
             f.name: getattr(self, f.name) + getattr(other, f.name)
             for f in fields(self)
-            if f.name not in {"counters", "graph_refusal", "kv_pool_bytes"}
+            if f.name not in {"counters", "graph_refusal", *MAXIMA}
         }
-        sums["kv_pool_bytes"] = max(self.kv_pool_bytes, other.kv_pool_bytes)
+        sums |= {name: max(getattr(self, name), getattr(other, name)) for name in MAXIMA}
         sums["graph_refusal"] = self.graph_refusal or other.graph_refusal
         counters = Counter(self.counters)
         counters.update(other.counters)

@@ -273,7 +273,8 @@ class ModelRunner:
             linears.refresh()
         self._layers.begin_step()
         before = self.tokens_run
-        with use_packed_linears(self.rounded, self._head if best_only else None):
+        prompt = any(w.stored == 0 for w in work)
+        with use_packed_linears(self.rounded, prompt, self._head if best_only else None):
             if packed:
                 with packed.active():
                     output = self._run_packed(packed, work, tree, device_tokens)

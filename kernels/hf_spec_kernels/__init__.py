@@ -9,14 +9,15 @@
 `distill_loss`           distillation loss without materialized log-probabilities
 `packed_linear`          linear layers of a few rows on a CPU, at memory bandwidth
 `four_bit_linear`        the same with 4-bit weights of bitsandbytes, read in place
+`eight_bit_linear`       the same with 8-bit weights of bitsandbytes and torchao
 =======================  =========================================================================
 
-`packed_linear` and `four_bit_linear` are C++ for a CPU, in modules of their own. Every other op
-takes `impl="auto" | "triton" | "torch"`. "auto" selects the kernel on a GPU and the reference
-elsewhere. `ragged_tree_attention` and `kv_write` also have "cpp", which "auto" selects on a CPU.
-C++ is built once, at first use, by the machine's compiler. Inputs that a kernel cannot read raise
-`TypeError` or `ValueError`. Importing this package imports torch and NumPy; Triton is imported with
-the first kernel. Without Triton, or a compiler, the references run.
+`packed_linear`, `four_bit_linear`, and `eight_bit_linear` are C++ for a CPU, in modules of their
+own. Every other op takes `impl="auto" | "triton" | "torch"`. "auto" selects the kernel on a GPU and
+the reference elsewhere. `ragged_tree_attention` and `kv_write` also have "cpp", which "auto"
+selects on a CPU. C++ is built once, at first use, by the machine's compiler. Inputs that a kernel
+cannot read raise `TypeError` or `ValueError`. Importing this package imports torch and NumPy;
+Triton is imported with the first kernel. Without Triton, or a compiler, the references run.
 """
 
 from hf_spec_kernels.dispatch import has_triton, launches, serves, using

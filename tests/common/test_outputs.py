@@ -60,10 +60,12 @@ def test_generations_add_up_and_are_written_as_json() -> None:
     second.count(drafted=2, depth=2, accepted=0, gained=1)
     one = SpecStats([first], 1, draft_seconds=1.0, counters={"rounds": 1, "merges": 0})
     other = SpecStats([second], 2, verify_seconds=2.0, other_seconds=0.5, counters={"rounds": 2})
+    one.packed_weight_bytes, other.packed_weight_bytes = 5, 6
     one.kv_pool_bytes, one.kv_pool_growths, one.memory_retries = 300, 2, 1
     other.kv_pool_bytes, other.kv_pool_growths, other.memory_retries = 200, 1, 1
     both = one + other
     assert both.rows == [first, second]
+    assert both.packed_weight_bytes == 6
     assert (both.kv_pool_bytes, both.kv_pool_growths, both.memory_retries) == (300, 3, 2)
     assert (both.target_forwards, both.rounds, both.new_tokens) == (3, 2, 5)
     assert both.counters == {"rounds": 3, "merges": 0}

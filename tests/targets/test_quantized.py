@@ -17,6 +17,7 @@ from torch import nn
 import hf_spec
 from hf_spec import UnsupportedError
 from hf_spec.adapters.folder import BaseModel, save_adapter
+from hf_spec.backend.cpu.eight_bit import is_eight_bit
 from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.backend.cpu.packed_weights import cpu_packing_bytes
 from hf_spec.backend.device.placement import dense_copy
@@ -113,10 +114,10 @@ def test_its_own_output_up_to_ties(kind: str, strategy: str, folder: Path, tmp_p
     call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     plain = model.generate(prompt, **call)
     arguments = speculation(folder, model, strategy, tmp_path)
-    ran = launches["four_bit_linear"]
+    ran = launches.copy()
     output = model.generate(prompt, **call, **arguments, return_dict_in_generate=True)
-    # Processors without the layout, and 8-bit layers, do without the kernel.
-    assert (launches["four_bit_linear"] > ran) == any(map(is_four_bit, model.modules()))
+    for kernel, is_run in (("four_bit_linear", is_four_bit), ("eight_bit_linear", is_eight_bit)):
+        assert (launches[kernel] > ran[kernel]) == any(map(is_run, model.modules()))
     stats = output.spec_stats
     assert strategy == "lookup" or stats.accepted_tokens > 0
     assert_same_up_to_ties(model, prompt, plain[0].tolist(), output.sequences[0].tolist())
@@ -199,8 +200,8 @@ def test_quantized_layers_are_not_packed(kind: str, folder: Path) -> None:
     hf_spec.clear_cpu_packing()
     with install_packed_linears(model), use_packed_linears():
         changed = {name for name, m in model.named_modules() if "forward" in m.__dict__}
-        four_bit = {name for name, m in model.named_modules() if is_four_bit(m)}
-        assert changed - four_bit <= {"lm_head"}
+        in_place = {n for n, m in model.named_modules() if is_four_bit(m) or is_eight_bit(m)}
+        assert changed - in_place <= {"lm_head"}
         assert cpu_packing_bytes() <= model.lm_head.weight.nbytes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from hf_spec.backend.cpu.packed_weights import cpu_packing_bytes
 from hf_spec.common.outputs import SpecGenerateOutput, SpecStats
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
@@ -60,5 +61,6 @@ def update_counts(stats: SpecStats, target: ModelRunner, drafter: Drafter) -> No
     pool = target.rows.pool
     stats.kv_pool_bytes, stats.kv_pool_growths = pool.nbytes(), pool.growths
     stats.memory_retries = pool.retries
+    stats.packed_weight_bytes = cpu_packing_bytes()
     stats.draft_forwards = drafter.forwards
     stats.counters = dict(drafter.counters)

@@ -10,6 +10,7 @@ weights that were packed once (see `packed_gemm`) the GEMM takes a half to a thi
     (weight @ x.T).T           4 to 48    none; float32 only
     F.linear                   others     none
     4-bit layer in place       1 to 64    none (see `four_bit`)
+    8-bit layer in place       1 to 64    none (see `eight_bit`)
     output head, best only     few        a copy in 8 bits (see `screened_weight`)
 
 The forms add in different order, except the last with AVX512-BF16. Unchanged are other quantized
@@ -32,6 +33,7 @@ from hf_spec_kernels.packed_linear import PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_spec.backend.cpu.eight_bit import eight_bit_forward, is_eight_bit
 from hf_spec.backend.cpu.four_bit import four_bit_forward, four_bit_weight, is_four_bit
 from hf_spec.backend.cpu.packed_gemm import (
     SAME_BITS,
@@ -65,6 +67,8 @@ class ThreadMode(threading.local):
     fast: bool = False
     # True if weights may be rounded to bfloat16, for drafts.
     rounded: bool = False
+    # True for the first tokens of a row.
+    prompt: bool = False
     # The head of which the best outputs alone are read, if any.
     greedy_head: GreedyHead | None = None
 
@@ -172,18 +176,18 @@ def packed_changes() -> int:
 
 @contextlib.contextmanager
 def use_packed_linears(
-    rounded: bool = False, greedy_head: GreedyHead | None = None
+    rounded: bool = False, prompt: bool = False, greedy_head: GreedyHead | None = None
 ) -> Iterator[None]:
     """Run the installed forwards of this thread with packed weights inside the block.
 
     With `greedy_head`, outputs of that layer other than the best of each row may be -inf.
     """
-    before = mode.fast, mode.rounded, mode.greedy_head
-    mode.fast, mode.rounded, mode.greedy_head = True, rounded, greedy_head
+    before = mode.fast, mode.rounded, mode.prompt, mode.greedy_head
+    mode.fast, mode.rounded, mode.prompt, mode.greedy_head = True, rounded, prompt, greedy_head
     try:
         yield
     finally:
-        mode.fast, mode.rounded, mode.greedy_head = before
+        mode.fast, mode.rounded, mode.prompt, mode.greedy_head = before
 
 
 def has_fast_forward(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -195,7 +199,9 @@ def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., An
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for linear in modules:
         if "forward" not in vars(linear) and is_four_bit(linear):
-            forwards[linear] = _four_bit_forward(linear)
+            forwards[linear] = _in_place_forward(linear, four_bit_forward)
+        elif "forward" not in vars(linear) and is_eight_bit(linear):
+            forwards[linear] = _in_place_forward(linear, _eight_bit_forward)
         if not _is_suitable(linear):
             continue
         if (forms := _packed_forms_for(linear)) is not None:
@@ -346,15 +352,24 @@ def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _four_bit_forward(module: nn.Module) -> Callable[..., Any]:
+def _in_place_forward(
+    module: nn.Module, run: Callable[[nn.Module, Tensor], Tensor | None]
+) -> Callable[..., Any]:
+    """Return a forward by a kernel that reads the storage of the module's library."""
     plain = type(module).forward
 
-    def forward(x: Tensor) -> Any:
+    # Classes call the input by different names.
+    def forward(*given: Tensor, **named: Tensor) -> Any:
+        (states,) = (*given, *named.values())
         fast = mode.fast and not _is_left_alone()
-        results = four_bit_forward(module, x) if fast else None
-        return plain(module, x) if results is None else results
+        results = run(module, states) if fast else None
+        return plain(module, states) if results is None else results
 
     return forward
+
+
+def _eight_bit_forward(module: nn.Module, states: Tensor) -> Tensor | None:
+    return eight_bit_forward(module, states, mode.prompt)
 
 
 def _is_left_alone() -> bool:
