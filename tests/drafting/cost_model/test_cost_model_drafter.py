@@ -124,9 +124,9 @@ class TestTimes:
         runs: list[object] = []
         forward = ModelRunner.forward
 
-        def watch(self: ModelRunner, *arguments: Any) -> Any:
+        def watch(self: ModelRunner, *arguments: Any, **options: Any) -> Any:
             runs.append(self.model)
-            return forward(self, *arguments)
+            return forward(self, *arguments, **options)
 
         monkeypatch.setattr(ModelRunner, "forward", watch)
         stats = generate("draft", draft_model("llama")).spec_stats
@@ -169,9 +169,9 @@ class TestTimes:
         now = [0.0]
         forward = ModelRunner.forward
 
-        def slow(self: ModelRunner, *arguments: Any) -> Any:
+        def slow(self: ModelRunner, *arguments: Any, **options: Any) -> Any:
             now[0] += 1.0
-            return forward(self, *arguments)
+            return forward(self, *arguments, **options)
 
         monkeypatch.setattr(measured, "cached_times", lambda *_: round_costs.RoundTimes())
         monkeypatch.setattr(ModelRunner, "forward", slow)
@@ -187,10 +187,10 @@ class Machine:
         self.now = 0.0
         run = ModelRunner.forward
 
-        def slow(runner: ModelRunner, tree: Any, *arguments: Any) -> Any:
+        def slow(runner: ModelRunner, tree: Any, *arguments: Any, **options: Any) -> Any:
             is_target = runner.model is build("llama")
             self.now += 1.0 + node * (tree.num_nodes - 1) if is_target else forward
-            return run(runner, tree, *arguments)
+            return run(runner, tree, *arguments, **options)
 
         times = RoundTimes()
         monkeypatch.setattr(measured, "cached_times", lambda *_: times)
