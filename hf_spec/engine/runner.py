@@ -25,6 +25,7 @@ from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import output_cache
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, uncompiled
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
+from hf_spec.engine.fast.greedy_head import GreedyHead
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.engine.fast.torch_compile import original_forwards
 from hf_spec.engine.forward.draft_tree import DraftTree
@@ -95,6 +96,7 @@ class ModelRunner:
         self._num_attention_layers = num_attention_layers(config)
         self._mixers = RecurrentMixers(model, num_rows) if mixers_of(model) else None
         self._scales_queries = scales_queries(model)
+        self._head = GreedyHead(model)
 
     @property
     def device(self) -> torch.device:
@@ -173,6 +175,7 @@ class ModelRunner:
         tree: DraftTree,
         sequences: Sequence[Sequence[int]],
         nodes: Sequence[int] | None = None,
+        best_only: bool = False,
     ) -> ForwardOutput:
         """Run the pending tokens of every row in the tree, and tree nodes.
 
@@ -181,6 +184,7 @@ class ModelRunner:
             sequences: per row all committed tokens, without padding.
             nodes: nodes to run, ascending; all of them by default. Their ancestors must be among
                 them or have run since the last `keep`.
+            best_only: True if only the best logit of each node is read; others may be -inf.
 
         Returns:
             Logits of the nodes, hidden states of everything that ran.
@@ -195,7 +199,8 @@ class ModelRunner:
             ]
             earlier.append(self._run(chunks, tree))
             work = self.rows.plan(tree, sequences, wanted)
-        output = self._run(work, tree)
+        # Logits of virtual tokens are the next draft.
+        output = self._run(work, tree, best_only=best_only and self._virtual_tokens is None)
         for chunk_output in reversed(earlier):
             output.put_after(chunk_output)
         return output
@@ -254,7 +259,11 @@ class ModelRunner:
             self._mixers.export(cache)
 
     def _run(
-        self, work: list[RowWork], tree: DraftTree, device_tokens: DeviceTokens | None = None
+        self,
+        work: list[RowWork],
+        tree: DraftTree,
+        device_tokens: DeviceTokens | None = None,
+        best_only: bool = False,
     ) -> ForwardOutput:
         packed = self._attention
         # One entry more than needed: the padding of the rectangular path is stored there.
@@ -265,7 +274,7 @@ class ModelRunner:
         self._layers.begin_step()
         before = self.tokens_run
         prompt = any(w.stored == 0 for w in work)
-        with use_packed_linears(self.rounded, prompt):
+        with use_packed_linears(self.rounded, prompt, self._head if best_only else None):
             if packed:
                 with packed.active():
                     output = self._run_packed(packed, work, tree, device_tokens)
@@ -273,6 +282,8 @@ class ModelRunner:
                 run = partial(self._run_rectangular, work, tree)
                 # A failed pass may have changed recurrent states.
                 output = self.rows.pool.retried(run) if self._mixers is None else run()
+        if best_only:
+            self._head.confirm(output.logits)
         self.padding_run += self.tokens_run - before - sum(w.num_tokens for w in work)
         self.rows.mark_ran(work)
         return output

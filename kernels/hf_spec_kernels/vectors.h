@@ -6,6 +6,10 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 constexpr int LANES = 16, REGISTERS = 32;
 #elif defined(__AVX__)
@@ -49,6 +53,18 @@ inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(
 inline Floats load(const bfloat16* from) {
     const Halves bits = *reinterpret_cast<const Halves*>(from);
     return reinterpret_cast<Floats>(__builtin_convertvector(bits, Words) << 16);
+}
+
+inline Floats load(const int8_t* from) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i_u*>(from))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(from)));
+#else
+    Ints wide;
+    for (int i = 0; i < LANES; ++i) wide[i] = from[i];
+    return __builtin_convertvector(wide, Floats);
+#endif
 }
 
 inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = value; }

@@ -254,4 +254,28 @@ MUTANTS = (
         new="if bias is None:\n            output = output.clone()",
         tests=("tests/engine/fast/test_packed_linear.py::test_values_are_those_of_linear",),
     ),
+    Mutant(
+        "scores in 8 bits count as exact",
+        area="packed weights",
+        file="hf_spec/backend/cpu/screened_weight.py",
+        old="margins[part] = error.add_(norms, alpha=num_inputs * ROUNDING)",
+        new="margins[part] = norms * num_inputs * ROUNDING",
+        tests=("tests/backend/cpu/test_screened_weight.py",),
+    ),
+    Mutant(
+        "outputs that are equal once they are rounded are left out",
+        area="packed weights",
+        file="hf_spec/backend/cpu/screened_weight.py",
+        old="possible = outputs[(scores + slack).to(states.dtype) >= least[rows]]",
+        new="possible = outputs[scores + slack >= (scores - slack).amax()]",
+        tests=("tests/backend/cpu/test_screened_weight.py",),
+    ),
+    Mutant(
+        "logits that the model scales are screened",
+        area="packed weights",
+        file="hf_spec/engine/fast/greedy_head.py",
+        old="and (output.data_ptr(), output.numel()) == (logits.data_ptr(), logits.numel())",
+        new="and output.numel() == logits.numel()",
+        tests=("tests/engine/fast/test_greedy_head.py",),
+    ),
 )

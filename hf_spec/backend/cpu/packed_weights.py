@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from hf_spec_kernels.packed_linear import PackedWeight
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,6 +27,7 @@ from hf_spec.backend.cpu.packed_gemm import (
     pack_rounded,
     packed_rows,
 )
+from hf_spec.backend.cpu.screened_weight import MIN_ELEMENTS, ScreenedWeight, screen, timed
 from hf_spec.common.errors import OptionError
 
 logger = logging.getLogger(__name__)
@@ -35,22 +37,31 @@ MODES = ("auto", "on", "off")
 MEMORY_SHARE = 0.5
 # Every 97th word of a weight is hashed individually; a prime, so that all columns are sampled.
 SAMPLED_WORD = 97
+# A weight is screened from this pass on, which takes as long as about so many products.
+SCREENED_FROM = 64
 
 
 @dataclass
 class PackedForms:
-    """Packed forms of a weight with the fingerprint `stamp`; `rounded` is bfloat16, for drafts."""
+    """Packed forms of a weight with the fingerprint `stamp`.
+
+    `rounded` is bfloat16, for drafts; `screened` is `exact` where the best outputs alone are read.
+    """
 
     stamp: tuple[int, ...]
     exact: Packed | None = None
     rounded: Packed | None = None
     # For which `exact` is used.
     rows: Rows = EVERY_ROW
+    screened: ScreenedWeight | None = None
+    # Passes in which the best outputs alone were read.
+    greedy_passes: int = 0
 
     @property
-    def all(self) -> list[Packed]:
+    def all(self) -> list[Packed | ScreenedWeight]:
         """The forms that exist."""
-        return [packed for packed in (self.exact, self.rounded) if packed is not None]
+        forms = (self.exact, self.rounded, self.screened)
+        return [packed for packed in forms if packed is not None]
 
 
 class _Cache:
@@ -116,11 +127,35 @@ def pack_weights(weights: Sequence[Tensor], rounded: bool) -> None:
         forms.rows = packed_rows(weight, pairs)
 
 
+def screened_weight_of(weight: Tensor, states: Tensor) -> ScreenedWeight | None:
+    """Return the screened form of a packed weight, or None if it is not faster for (R, K) states.
+
+    It is made and timed once, when the weight has been used often enough to pay for that.
+    """
+    if weight.numel() < MIN_ELEMENTS:
+        return None
+    with _cache.lock:
+        forms: PackedForms | None = _cache.forms.get(weight)
+        if forms is None or not isinstance(forms.exact, PackedWeight):
+            return None
+        forms.greedy_passes += 1
+        if forms.greedy_passes == SCREENED_FROM and weight.numel() <= _room():
+            screened = timed(screen(weight, forms.exact), states)
+            forms.screened = screened if screened.most_rows else None
+        found = forms.screened
+    return found if found is not None and len(states) <= found.most_rows else None
+
+
+def _room() -> float:
+    """Return how many more bytes packed weights may take."""
+    if _cache.mode != "auto":
+        return float("inf")
+    taken = cpu_packing_bytes()
+    return (_available_bytes() + taken) * MEMORY_SHARE - taken
+
+
 def _pack(weights: Sequence[Tensor], rounded: bool) -> None:
-    room = float("inf")
-    if _cache.mode == "auto":
-        taken = cpu_packing_bytes()
-        room = (_available_bytes() + taken) * MEMORY_SHARE - taken
+    room = _room()
     for weight in weights:
         stamp, forms = _stamp(weight), _cache.forms.get(weight)
         if forms is None or forms.stamp != stamp:

@@ -105,7 +105,10 @@ class Drafter(CandidateGenerator, ABC):
         """
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Read the accepted nodes and the target's hidden states. Default: nothing."""
+        """Read the accepted nodes and the target's hidden states. Default: nothing.
+
+        Logits other than the best of a node may be -inf where all rows are greedy.
+        """
 
     @contextmanager
     def active(self, state: GenerationState) -> Iterator[None]:

@@ -31,7 +31,7 @@ def speculative_step(
     with state.clock("draft"):
         tree = drafter.draft(state, state.draft_limits)
     with state.clock("verify"):
-        output = target.forward(tree, state.tokens)
+        output = target.forward(tree, state.tokens, best_only=verifier.reads_best_only(state))
     finish_step(target, drafter, verifier, state, tree, output)
 
 

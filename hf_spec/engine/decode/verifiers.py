@@ -53,6 +53,10 @@ class Verifier(LogitsProcessor):
         """True if a tree may be verified again: no processor remembers its calls."""
         return not self.processors.reads_prefix
 
+    def reads_best_only(self, state: GenerationState) -> bool:
+        """Return True if the next `verify` reads the best logit of each node and no other."""
+        return False
+
     def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
         """Walk every unfinished row down its tree of N nodes, by the target's (N, V) logits."""
         walk = Walk(self.processors, logits, state)
@@ -158,10 +162,13 @@ class NodeDraw(Verifier):
         scores = Walk(self.processors, logits, state).scores_of_all(tree)
         return _walk_on_device(tree, scores, state)
 
-    def _begin(self, tree: DraftTree, walk: Walk) -> None:
-        state = walk.state
+    def reads_best_only(self, state: GenerationState) -> bool:
+        """Return True if all rows are greedy, without processors, scores and logits."""
         by_level = state.drawing or state.keep_scores or state.keep_logits
-        if self.processors.is_identity and not by_level:
+        return self.processors.is_identity and not by_level
+
+    def _begin(self, tree: DraftTree, walk: Walk) -> None:
+        if self.reads_best_only(walk.state):
             walk.choices = walk.raw.argmax(dim=-1).tolist()
 
     def _step(

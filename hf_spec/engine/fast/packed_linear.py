@@ -11,6 +11,7 @@ weights that were packed once (see `packed_gemm`) the GEMM takes a half to a thi
     F.linear                   others     none
     4-bit layer in place       1 to 64    none (see `four_bit`)
     8-bit layer in place       1 to 64    none (see `eight_bit`)
+    output head, best only     few        a copy in 8 bits (see `screened_weight`)
 
 The forms add in different order, except the last with AVX512-BF16. Unchanged are other quantized
 layers, dtypes other than float32 and bfloat16, modules with an overridden forward (accelerate),
@@ -41,7 +42,13 @@ from hf_spec.backend.cpu.packed_gemm import (
     padded_gemm,
     rounded_rows,
 )
-from hf_spec.backend.cpu.packed_weights import PackedForms, pack_weights, packed_weights_of
+from hf_spec.backend.cpu.packed_weights import (
+    PackedForms,
+    pack_weights,
+    packed_weights_of,
+    screened_weight_of,
+)
+from hf_spec.engine.fast.greedy_head import GreedyHead
 from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 
 # Smaller weights are faster unpacked (break-even at 256 x 256). In dtypes of `SAME_BITS` they are
@@ -62,6 +69,8 @@ class ThreadMode(threading.local):
     rounded: bool = False
     # True for the first tokens of a row.
     prompt: bool = False
+    # The head of which the best outputs alone are read, if any.
+    greedy_head: GreedyHead | None = None
 
 
 mode = ThreadMode()
@@ -166,14 +175,19 @@ def packed_changes() -> int:
 
 
 @contextlib.contextmanager
-def use_packed_linears(rounded: bool = False, prompt: bool = False) -> Iterator[None]:
-    """Run the installed forwards of this thread with packed weights inside the block."""
-    before = mode.fast, mode.rounded, mode.prompt
-    mode.fast, mode.rounded, mode.prompt = True, rounded, prompt
+def use_packed_linears(
+    rounded: bool = False, prompt: bool = False, greedy_head: GreedyHead | None = None
+) -> Iterator[None]:
+    """Run the installed forwards of this thread with packed weights inside the block.
+
+    With `greedy_head`, outputs of that layer other than the best of each row may be -inf.
+    """
+    before = mode.fast, mode.rounded, mode.prompt, mode.greedy_head
+    mode.fast, mode.rounded, mode.prompt, mode.greedy_head = True, rounded, prompt, greedy_head
     try:
         yield
     finally:
-        mode.fast, mode.rounded, mode.prompt = before
+        mode.fast, mode.rounded, mode.prompt, mode.greedy_head = before
 
 
 def has_fast_forward(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -290,7 +304,13 @@ class _PackedForward:
             return self._plain(input)
         rows = input.numel() // width
         if (packed := self.packed(rows)) is not None:
-            return gemm(input, packed, self._bias)
+            if (head := mode.greedy_head) is None:
+                return gemm(input, packed, self._bias)
+            if (best := self._best(head, input)) is not None:
+                return best
+            output = gemm(input, packed, self._bias)
+            head.record(self._module, output)
+            return output
         exact, padded = self._forms.exact, self._forms.rows.padded
         if exact is None or not self._forms.rows.least <= rows < padded:
             return self._plain(input)
@@ -298,6 +318,15 @@ class _PackedForward:
         lines = input if input.shape[-2:-1] == (rows,) else input.reshape(rows, width)
         output = padded_gemm(lines, exact, self._bias, padded)
         return output if lines is input else output.view(*input.shape[:-1], -1)
+
+    def _best(self, head: GreedyHead, states: Tensor) -> Tensor | None:
+        """Compute the best outputs of a head, others are -inf; None to compute all of them."""
+        if self._bias is not None or not head.may_screen(self._module):
+            return None
+        lines = states.reshape(-1, self._width)
+        screened = screened_weight_of(self._module.weight, lines)
+        best = None if screened is None else screened.best(lines)
+        return None if best is None else best.view(*states.shape[:-1], -1)
 
 
 def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:

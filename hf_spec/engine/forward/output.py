@@ -21,7 +21,8 @@ class ForwardOutput:
     """Result of a forward pass; the next one may overwrite its tensors.
 
     Attributes:
-        logits: (M, V) in the model's dtype, one line per node that ran, in tree order.
+        logits: (M, V) in the model's dtype, one line per node that ran, in tree order; -inf in
+            place of any but the best where no other was asked for.
         hidden: index into `hidden_states` -> (T, hidden size) of all tokens that ran.
         pending: row -> indices of its pending tokens among the T, without the root.
         nodes: M indices of the nodes among the T.

@@ -24,6 +24,7 @@ __all__ = ["BuildError", "PackedWeight", "pack_weight", "packed_linear"]
 _NAMES = {
     **{(dtype, dtype): name for dtype, name in CPU_DTYPES.items()},
     (torch.float32, torch.bfloat16): "float32_by_bfloat16",
+    (torch.float32, torch.int8): "float32_by_int8",
 }
 # Four tensors, their sizes, and the number of threads.
 _SIGNATURE = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
@@ -67,9 +68,10 @@ def pack_weight(weight: Tensor, states: torch.dtype | None = None) -> PackedWeig
     """Arrange a copy of an (N, K) weight for `packed_linear`.
 
     Args:
-        weight: float32 or bfloat16, on the CPU.
+        weight: float32, bfloat16 or int8, on the CPU.
         states: dtype of the states, the weight's by default. Weights in bfloat16 also support
-            states in float32, which processors with bfloat16 instructions round.
+            states in float32, which processors with bfloat16 instructions round; weights in int8
+            support those alone, and do not round them.
 
     Raises:
         TypeError: for other dtypes or devices.
@@ -79,7 +81,7 @@ def pack_weight(weight: Tensor, states: torch.dtype | None = None) -> PackedWeig
     if (states, weight.dtype) not in _NAMES or weight.device.type != "cpu":
         raise TypeError(
             f"a weight of {weight.dtype} on {weight.device} for states of {states}; the kernel "
-            "takes torch.float32 and torch.bfloat16 on the CPU, and float32 by bfloat16"
+            "takes torch.float32 and torch.bfloat16 on the CPU, and float32 by bfloat16 or int8"
         )
     library, (num_outputs, num_inputs) = _library(), weight.shape
     size = library.block_size()

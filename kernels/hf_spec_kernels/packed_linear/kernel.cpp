@@ -280,5 +280,6 @@ int block_size() { return BLOCK; }
 LINEAR(float32, float, float)
 LINEAR(bfloat16, bfloat16, bfloat16)
 LINEAR(float32_by_bfloat16, float, bfloat16)
+LINEAR(float32_by_int8, float, int8_t)
 
 }  // extern "C"

@@ -73,9 +73,9 @@ def test_a_finished_row_hands_its_slot_on_at_once(monkeypatch: pytest.MonkeyPatc
     trees: list[tuple[DraftTree, list[list[int]]]] = []
     works = ModelRunner.forward
 
-    def forward(self: Any, tree: DraftTree, sequences: Any, nodes: Any = None) -> Any:
+    def forward(self: Any, tree: DraftTree, sequences: Any, **options: Any) -> Any:
         trees.append((tree, [list(tokens) for tokens in sequences]))
-        return works(self, tree, sequences, nodes)
+        return works(self, tree, sequences, **options)
 
     monkeypatch.setattr(ModelRunner, "forward", forward)
     batch = batch_of(8)

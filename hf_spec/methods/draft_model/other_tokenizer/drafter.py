@@ -120,6 +120,7 @@ class SharedRunner(ModelRunner):
         tree: DraftTree,
         sequences: Sequence[Sequence[int]],
         nodes: Sequence[int] | None = None,
+        best_only: bool = False,
     ) -> ForwardOutput:
         """Return logits over the target's tokens."""
         tokens = [self.shared.to_draft(token) for token in tree.tokens]
@@ -127,7 +128,7 @@ class SharedRunner(ModelRunner):
             if first < end:
                 tokens[first] = self.texts[row][-1]
         draft_tokens = DraftTree(tokens, tree.parent, tree.depth, tree.row_start)
-        output = super().forward(draft_tokens, self.texts, nodes)
+        output = super().forward(draft_tokens, self.texts, nodes, best_only)
         output.logits = self.shared.to_target_logits(output.logits)
         return output
 

@@ -1,0 +1,93 @@
+"""Greedy answers with all logits, and with those that can be the largest, in turn.
+
+Run as `python -m examples.studies.kernels.greedy_head --help` says. Tokens must be equal. A first
+answer, which is not timed, makes the head's copy in 8 bits; the table says for how many rows it is
+used on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from examples.studies import timing
+from hf_spec.backend.cpu import packed_weights
+from hf_spec.common.prompts import load_prompts
+from hf_spec.evaluation.bench.tables import Table
+
+# The least size of a weight that is screened, by form.
+FORMS = {"all logits": 1 << 62, "best logits": 0}
+
+
+def measure(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    strategy: str,
+    new_tokens: int,
+    repeats: int,
+    clock: Callable[[], float],
+) -> dict[str, Any]:
+    """Return seconds per new token of every answer by form, and the rows that are screened."""
+
+    def answer(prompt: Tensor, form: str) -> Tensor:
+        call = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": new_tokens}
+        with patch.object(packed_weights, "MIN_ELEMENTS", FORMS[form]):
+            text: Tensor = model.generate(prompt, **call, do_sample=False, spec_strategy=strategy)
+        return text[0, prompt.shape[1] :]
+
+    with patch.object(packed_weights, "SCREENED_FROM", 1):
+        answer(prompts[0], "best logits")
+    seconds: dict[str, list[float]] = {form: [] for form in FORMS}
+    for prompt in [*prompts] * repeats:
+        answers = []
+        for form in FORMS:
+            start = clock()
+            answers.append(answer(prompt, form))
+            seconds[form].append((clock() - start) / len(answers[-1]))
+        assert torch.equal(*answers), "the forms answer differently"
+    forms = packed_weights.packed_weights_of(model.get_output_embeddings().weight)
+    screened = forms and forms.screened
+    return {"seconds": seconds, "most_rows": screened.most_rows if screened else 0}
+
+
+def table(found: dict[str, Any]) -> str:
+    """Markdown: milliseconds per token, minimum and median, and the median of the ratios."""
+    lines = []
+    for strategy, entry in found.items():
+        runs = [entry["seconds"][form] for form in FORMS]
+        ratio = median(all_logits / best for all_logits, best in zip(*runs, strict=True))
+        times = (f"{min(run) * 1e3:.1f} / {median(run) * 1e3:.1f}" for run in runs)
+        lines.append([strategy, *times, f"{ratio:.2f}", str(entry["most_rows"])])
+    return Table(["strategy", *FORMS, "ratio", "up to rows"], lines).markdown()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints the table and writes every run as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    timing.add_options(parser)
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--strategy", action="append", help="default: none and lookup")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args(argv)
+    model, clock = timing.begin(options)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    prompts = [prompt.encode(tokenizer) for prompt in load_prompts(options.prompts)]
+    found = {
+        strategy: measure(model, prompts, strategy, options.max_new_tokens, options.repeats, clock)
+        for strategy in options.strategy or ["none", "lookup"]
+    }
+    print(table(found))
+    timing.write_record(options, {"strategies": found})
+
+
+if __name__ == "__main__":
+    main()

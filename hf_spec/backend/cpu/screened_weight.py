@@ -1,0 +1,140 @@
+"""The best outputs of a large linear layer, without computing all of them exactly.
+
+Greedy decoding reads the argmax of the logits alone. A copy of the output head in 8 bits gives
+scores that are off by a known bound; only outputs that can still be the best are computed with the
+exact weight, a few out of 150,000. In memory the copy is a half of a head in bfloat16 and a quarter
+of one in float32, and a product of few rows takes as long as reading its weight.
+
+The argmax is that of all outputs, ties included: an output is left out only if its upper bound,
+rounded as outputs are, is below the rounded lower bound of another.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from hf_spec_kernels.packed_linear import PackedWeight, pack_weight, packed_linear
+from torch import Tensor
+
+# Weights with fewer elements are multiplied faster than they are screened.
+MIN_ELEMENTS = 1 << 22
+# Numbers of rows at which screening is timed, and the required speedup: rows of other texts leave
+# more outputs to compute than repeated ones.
+TIMED_ROWS = (1, 2, 4, 6, 8, 12, 16)
+HEAD_START = 1.25
+# More blocks than this fraction are not faster to compute than all.
+MOST_BLOCKS = 1 / 8
+LARGEST_CODE = 127
+# Sums of K products are off by less than K times this, of the product of both norms: twice in
+# float32, in any order, once for the scores and once for the outputs.
+ROUNDING = 2.0**-22
+# Rows of a weight that are rounded together, in elements; they stay in a cache.
+ROUNDED_TOGETHER = 1 << 19
+
+
+@dataclass(frozen=True)
+class ScreenedWeight:
+    """An (N, K) weight with its scores in 8 bits.
+
+    Attributes:
+        exact: the weight as outputs are computed with it.
+        codes: (N, K) int8, packed for states in float32.
+        scales: (N,) float32; codes times these are close to the weight.
+        margins: (N,) float32; a score is off by at most this times the norm of the states.
+        most_rows: for how many rows screening is faster; 0 for none.
+    """
+
+    exact: PackedWeight
+    codes: PackedWeight
+    scales: Tensor
+    margins: Tensor
+    most_rows: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes, without the exact weight."""
+        return self.codes.nbytes + self.scales.nbytes + self.margins.nbytes
+
+    def best(self, states: Tensor) -> Tensor | None:
+        """Compute the outputs that can be the best of their row.
+
+        Args:
+            states: (R, K), in the dtype of the weight.
+
+        Returns:
+            (R, N) outputs as `packed_linear` computes them, others are -inf; None if too many can
+            be the best, or the scores are not finite.
+        """
+        exact, wide = self.exact, states.float()
+        scores = packed_linear(wide, self.codes).mul_(self.scales)
+        norms, top = wide.norm(dim=1), scores.amax(dim=1)
+        # First by the largest margin of all outputs, which leaves few to look at one by one.
+        floor = top - 2 * norms * self.margins.max() - 2 * torch.finfo(states.dtype).eps * top.abs()
+        if not bool(floor.isfinite().all()):
+            return None
+        rows, outputs = (scores >= floor[:, None]).nonzero(as_tuple=True)
+        scores, slack = scores[rows, outputs], norms[rows] * self.margins[outputs]
+        least = floor.scatter_reduce(0, rows, scores - slack, "amax").to(states.dtype)
+        # Rounding keeps the order of outputs, but equal ones count by their place.
+        possible = outputs[(scores + slack).to(states.dtype) >= least[rows]]
+        size = exact.blocks.shape[2]
+        blocks = possible.div_(size, rounding_mode="floor").unique()
+        if len(blocks) > len(exact.blocks) * MOST_BLOCKS:
+            return None
+        some = replace(exact, blocks=exact.blocks[blocks], num_outputs=len(blocks) * size)
+        computed = packed_linear(states, some).view(len(states), len(blocks), size)
+        found = states.new_full((len(states), len(exact.blocks), size), -math.inf)
+        found[:, blocks] = computed
+        return found.view(len(states), -1)[:, : exact.num_outputs]
+
+
+@torch.no_grad()
+def screen(weight: Tensor, exact: PackedWeight) -> ScreenedWeight:
+    """Round an (N, K) weight in float32 or bfloat16 to 8 bits, with a scale per output.
+
+    `exact` is the same weight from `pack_weight`.
+    """
+    num_outputs, num_inputs = weight.shape
+    codes = torch.empty(num_outputs, num_inputs, dtype=torch.int8)
+    scales, margins = torch.empty(2, num_outputs)
+    for first in range(0, num_outputs, max(1, ROUNDED_TOGETHER // num_inputs)):
+        part = slice(first, first + max(1, ROUNDED_TOGETHER // num_inputs))
+        wide = weight[part].float()
+        norms = wide.norm(dim=1)
+        scale = wide.abs().amax(dim=1).div_(LARGEST_CODE).clamp_min_(torch.finfo().tiny)
+        rounded = (wide / scale[:, None]).round_()
+        codes[part], scales[part] = rounded, scale
+        error = rounded.mul_(scale[:, None]).sub_(wide).norm(dim=1)
+        margins[part] = error.add_(norms, alpha=num_inputs * ROUNDING)
+    # The norms above are rounded themselves.
+    margins.mul_(1 + 1e-3)
+    return ScreenedWeight(exact, pack_weight(codes, torch.float32), scales, margins)
+
+
+@torch.no_grad()
+def timed(weight: ScreenedWeight, states: Tensor) -> ScreenedWeight:
+    """Set `most_rows` by timing (R, K) states that the layer has seen, R at least 1."""
+    most = 0
+    for rows in TIMED_ROWS:
+        some = states[torch.arange(rows) % len(states)]
+        full = _seconds(partial(packed_linear, some, weight.exact))
+        screened = _seconds(partial(weight.best, some))
+        if screened * HEAD_START > full:
+            break
+        most = rows
+    return replace(weight, most_rows=most)
+
+
+def _seconds(run: Callable[[], object], repeats: int = 3) -> float:
+    """Return the shortest time of a few runs."""
+    found = math.inf
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        found = min(found, time.perf_counter() - start)
+    return found
