@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hf_spec_kernels import four_bit_linear as four_bit_module
@@ -104,6 +106,17 @@ def test_portable_code_computes_the_same() -> None:
     parts, inputs = weight(96, 192, 64), states(17, 192)
     with built_for("x86-64", four_bit_module.build):
         assert off(four_bit_linear(inputs, *parts), inputs, parts) <= ROUNDING
+
+
+def test_processors_without_tiles_compute_the_same() -> None:
+    parts, inputs = weight(96, 192, 64), states(64, 192)
+    if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX512-BF16")
+    with built_for("cooperlake", four_bit_module.build):
+        whole = four_bit_linear(inputs, *parts)
+        assert off(whole, inputs, parts) <= ROUNDING
+        for rows in ROWS:
+            assert torch.equal(four_bit_linear(inputs[:rows], *parts), whole[:rows])
 
 
 def test_a_launch_is_counted() -> None:

@@ -3,7 +3,8 @@
 No memory is added, and changes of a weight need no detection. bitsandbytes has two layouts:
 
     interleaved  on processors with AVX512-BF16, after the first call of a layer. Scales are rounded
-                 to bfloat16. Results of the kernel have the bits of bitsandbytes 0.50.
+                 to bfloat16. Results of the kernel have the bits of bitsandbytes 0.50, except
+                 with AMX, where sums in float32 are in another order.
     row-major    on other processors. bitsandbytes dequantizes the whole weight in every call. The
                  kernel multiplies by the same dequantized values, in another order.
 """

@@ -2,8 +2,8 @@
 
 On processors with AVX512-BF16 bitsandbytes rearranges 4-bit weights in their first call. The kernel
 reads that layout, so it needs no copy. A weight is the product of a table entry and the scale of
-its block, both in bfloat16. Each result is summed from the first input to the last in float32, so
-its bits depend on its row only. `row_major` reads the storage of other processors.
+its block, both in bfloat16. Each result is summed in float32 in the same order for any number of
+rows, so its bits depend on its row only. `row_major` reads the storage of other processors.
 """
 
 from __future__ import annotations

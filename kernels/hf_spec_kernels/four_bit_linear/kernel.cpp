@@ -1,11 +1,13 @@
 // Linear layers of a few rows with 4-bit weights in the layout that bitsandbytes uses on processors
 // with AVX512-BF16. Of every 32 outputs and two inputs the 64 codes lie in 32 bytes: the low halves
 // belong to the first 16 outputs, the high halves to the others. Codes are expanded once for all
-// rows of a group; sums of one scale block are multiplied by its scale, in the order of the inputs.
+// rows of a group; sums of one scale block are multiplied by its scale. Without tiles, products are
+// added in the order of the inputs.
 
 #include <vector>
 
 #include "../row_groups.h"
+#include "../tiles.h"
 #include "../vectors.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -87,6 +89,12 @@ inline Sums scaled(Sums sums, Sums part, const uint16_t* scales) {
 }
 #endif
 
+inline void write(const Sums (&sums)[2], bfloat16* to) {
+    float found[OUTPUTS];
+    std::memcpy(found, sums, sizeof found);
+    for (int i = 0; i < OUTPUTS; ++i) narrow(found[i], to[i]);
+}
+
 // What one call computes. States are pairs of inputs; of a group of rows, one pair of all its rows
 // lies after the other.
 struct Product {
@@ -118,12 +126,7 @@ struct Product {
             for (int r = 0; r < ROWS; ++r)
                 for (int v = 0; v < 2; ++v) sums[r][v] = scaled(sums[r][v], part[r][v], scale + v * HALF);
         }
-        for (int r = 0; r < ROWS; ++r) {
-            float found[OUTPUTS];
-            std::memcpy(found, sums[r], sizeof found);
-            bfloat16* to = results + (row + r) * outputs + output;
-            for (int i = 0; i < OUTPUTS; ++i) narrow(found[i], to[i]);
-        }
+        for (int r = 0; r < ROWS; ++r) write(sums[r], results + (row + r) * outputs + output);
     }
 
     template <int ROWS = MAX_ROWS>
@@ -142,6 +145,103 @@ struct Product {
     }
 };
 
+#if defined(HAS_TILES)
+// The same with matrix tiles: a tile of states by 16 outputs, 32 inputs at a time. Codes are expanded
+// once for two tiles of states.
+struct TiledProduct {
+    // Tiles of rows, of each all its inputs.
+    const uint16_t* states;
+    const uint8_t* codes;
+    const uint16_t* scales;
+    bfloat16* results;
+    Table table;
+    // Pairs of inputs: all, and those of one scale.
+    int64_t rows, steps, block, outputs;
+
+    // One or two tiles of rows from `tile` on times the 32 outputs from `output` on.
+    template <int COUNT>
+    void tiles(int64_t tile, int64_t output) const {
+        const int64_t first = tile * TILE_ROWS, count = std::min<int64_t>(COUNT * TILE_ROWS, rows - first);
+        const uint16_t* one = states + first * 2 * steps;
+        const uint16_t* other = one + TILE_ROWS * 2 * steps;
+        const uint8_t* from = codes + output * steps;
+        const uint16_t* scale = scales + output;
+        alignas(64) Sums sums[COUNT * TILE_ROWS][2] = {};
+        alignas(64) float part[COUNT * TILE_ROWS][OUTPUTS];
+        // Two, so that one is filled while the other is read.
+        alignas(64) uint16_t expanded[2][2][TILE];
+        for (int64_t begin = 0; begin < steps; begin += block, scale += outputs) {
+            zero<COUNT>();
+            for (int64_t step = 0; step < block; step += TILE_ROWS, one += TILE, other += TILE) {
+                auto& values = expanded[step / TILE_ROWS % 2];
+                for (int i = 0; i < TILE_ROWS; ++i, from += OUTPUTS) {
+                    Pairs pairs[2];
+                    __builtin_prefetch(from + AHEAD);
+                    table.expand(from, pairs);
+                    for (int v = 0; v < 2; ++v) std::memcpy(values[v] + i * TILE_INPUTS, &pairs[v], sizeof pairs[v]);
+                }
+                _tile_loadd(4, one, 64);
+                _tile_loadd(6, values[0], 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, values[1], 64);
+                _tile_dpbf16ps(1, 4, 7);
+                if constexpr (COUNT == 2) {
+                    _tile_loadd(5, other, 64);
+                    _tile_dpbf16ps(2, 5, 6);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            _tile_stored(0, part[0], sizeof part[0]);
+            _tile_stored(1, part[0] + HALF, sizeof part[0]);
+            if constexpr (COUNT == 2) {
+                _tile_stored(2, part[TILE_ROWS], sizeof part[0]);
+                _tile_stored(3, part[TILE_ROWS] + HALF, sizeof part[0]);
+            }
+            for (int64_t r = 0; r < count; ++r)
+                for (int v = 0; v < 2; ++v)
+                    sums[r][v] = scaled(sums[r][v], _mm512_load_ps(part[r] + v * HALF), scale + v * HALF);
+        }
+        for (int64_t r = 0; r < count; ++r) write(sums[r], results + (first + r) * outputs + output);
+    }
+
+    template <int COUNT>
+    static void zero() {
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (COUNT == 2) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+    }
+
+    void run(int threads) const {
+        const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS;
+        TileShapes shapes;
+        // Rows that are not there cost time, too.
+        if (count == 1) shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = static_cast<uint8_t>(rows);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+            _tile_loadconfig(&shapes);
+#pragma omp for schedule(static)
+            for (int64_t output = 0; output < outputs; output += OUTPUTS)
+                for (int64_t tile = 0; tile < count; tile += 2)
+                    tile + 1 < count ? tiles<2>(tile, output) : tiles<1>(tile, output);
+            _tile_release();
+        }
+    }
+};
+
+std::vector<uint16_t> tiled(const uint16_t* states, int64_t rows, int64_t inputs) {
+    std::vector<uint16_t> result((rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * inputs);
+    for (int64_t row = 0; row < rows; ++row, states += inputs) {
+        uint16_t* to = result.data() + row / TILE_ROWS * TILE_ROWS * inputs + row % TILE_ROWS * TILE_INPUTS;
+        for (int64_t input = 0; input < inputs; input += TILE_INPUTS, to += TILE)
+            std::memcpy(to, states + input, TILE_INPUTS * sizeof(uint16_t));
+    }
+    return result;
+}
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -150,8 +250,15 @@ extern "C" {
 void four_bit_linear(const uint16_t* states, const uint8_t* codes, const uint16_t* scales, const uint16_t* table,
                      bfloat16* results, int64_t rows, int64_t inputs, int64_t outputs, int64_t block, int threads) {
     if (rows == 0) return;
-    const Groups groups(rows, MAX_ROWS);
     const int64_t steps = inputs / 2;
+#if defined(HAS_TILES)
+    if (block % TILE_INPUTS == 0 && may_use_tiles()) {
+        const std::vector<uint16_t> together = tiled(states, rows, inputs);
+        TiledProduct{together.data(), codes, scales, results, Table(table), rows, steps, block / 2, outputs}.run(threads);
+        return;
+    }
+#endif
+    const Groups groups(rows, MAX_ROWS);
     std::vector<uint32_t> grouped(rows * steps);
     auto to = grouped.begin();
     for (int64_t group = 0; group < groups.count; ++group) {

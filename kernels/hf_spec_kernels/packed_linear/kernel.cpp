@@ -7,16 +7,11 @@
 #include <vector>
 
 #include "../row_groups.h"
+#include "../tiles.h"
 #include "../vectors.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
-#endif
-
-#if defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#define HAS_TILES
 #endif
 
 namespace {
@@ -142,22 +137,8 @@ struct Product {
 };
 
 #if defined(HAS_TILES)
-// Rows of a tile, and inputs of each.
-constexpr int TILE_ROWS = 16, TILE_INPUTS = 32, TILE = TILE_ROWS * TILE_INPUTS;
 static_assert(BLOCK == 2 * TILE_ROWS, "a block's outputs are those of two tiles");
 
-// Whether the operating system lets this process use the processor's tiles.
-inline bool may_use_tiles() {
-    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-    static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-    return granted;
-}
-
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
 const TileShapes TILE_SHAPES;
 
 // Of a weight this much, in bytes, stays near while all rows are multiplied with it.
