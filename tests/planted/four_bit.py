@@ -218,4 +218,30 @@ MUTANTS = (
             "::test_calls_with_gradients_are_left_to_bitsandbytes",
         ),
     ),
+    Mutant(
+        "an 8-bit output has the scale of its neighbor",
+        area="C++ kernels",
+        file="kernels/hf_spec_kernels/eight_bit_linear/kernel.cpp",
+        old="narrow(rounded_to<T>(sum) * rounded_to<T>(scales[output]), results",
+        new="narrow(rounded_to<T>(sum) * rounded_to<T>(scales[output ^ 1]), results",
+        tests=(
+            "tests/kernels/test_eight_bit_linear.py::test_weight_only_results_are_exact_up_to_rounding",
+        ),
+    ),
+    Mutant(
+        "outliers are quantized as well",
+        area="C++ kernels",
+        file="kernels/hf_spec_kernels/eight_bit_linear/kernel.cpp",
+        old="for (const Outlier& outlier : outliers) to[outlier.input] = 0;",
+        new="",
+        tests=("tests/kernels/test_eight_bit_linear.py",),
+    ),
+    Mutant(
+        "prompts of 8-bit models run row by row",
+        area="packed weights",
+        file="hf_spec/backend/cpu/eight_bit.py",
+        old="        prompt\n        or layer.training",
+        new="        layer.training",
+        tests=("tests/backend/cpu/test_eight_bit.py",),
+    ),
 )
