@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,23 @@ def begin(options: Namespace) -> tuple[PreTrainedModel, Callable[[], float]]:
     dtype = getattr(torch, options.dtype)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
     return model, time.process_time if options.processor_time else time.perf_counter
+
+
+def seconds_in_turn(
+    forms: Mapping[str, Sequence[Callable[[Any], object]]],
+    states: Sequence[Any],
+    repeats: int,
+    clock: Callable[[], float],
+) -> dict[str, list[float]]:
+    """Return the seconds of all runs of every form, which calls each function with its states."""
+    seconds: dict[str, list[float]] = {form: [] for form in forms}
+    for _ in range(repeats):
+        for form, products in forms.items():
+            start = clock()
+            for product, given in zip(products, states, strict=True):
+                product(given)
+            seconds[form].append(clock() - start)
+    return seconds
 
 
 def gone_on(out: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any]]:

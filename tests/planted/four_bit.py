@@ -97,9 +97,9 @@ MUTANTS = (
     Mutant(
         "the last of an odd number of 4-bit outputs is left out",
         area="C++ kernels",
-        file="kernels/hf_spec_kernels/four_bit_linear/row_major.cpp",
-        old="output + 1 < outputs ? tiles<2>(row, output, count) : tiles<1>(row, output, count);",
-        new="if (output + 1 < outputs) tiles<2>(row, output, count);",
+        file="kernels/hf_spec_kernels/row_groups.h",
+        old="run_tile<SHARED, 1, MOST>(product, row, output, count);",
+        new=";",
         tests=("tests/kernels/test_four_bit_row_major.py::test_results_are_exact_up_to_rounding",),
     ),
     Mutant(

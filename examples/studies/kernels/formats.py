@@ -22,8 +22,15 @@ from hf_spec_kernels.eight_bit_linear import weight_only_linear
 from torch import Tensor
 
 from examples.studies import timing
-from examples.studies.kernels.four_bit import FORMS as FOUR_BIT_FORMS
-from examples.studies.kernels.four_bit import READ, ROWS, SIZES, bytes_of, layers, read_seconds
+from examples.studies.kernels.four_bit import (
+    READ,
+    ROWS,
+    SIZES,
+    bytes_of,
+    forms_of,
+    layers,
+    read_seconds,
+)
 from examples.studies.kernels.products import products_of
 from hf_spec.backend.cpu.eight_bit import eight_bit_forward
 from hf_spec.evaluation.bench.tables import Table
@@ -84,9 +91,7 @@ def four_bit(decoder_layers: int) -> tuple[Forms, int]:
     """NF4 of bitsandbytes, computing in bfloat16; int4 of PyTorch with the same blocks."""
     once = layers(SIZES, nested=False, row_major=False)
     made = [copy.deepcopy(layer) for _ in range(decoder_layers) for layer in once]
-    forms: Forms = {
-        name: [partial(run, layer) for layer in made] for name, run in FOUR_BIT_FORMS.items()
-    }
+    forms: Forms = forms_of(made)
     block = 64
     packed = []
     for outputs, inputs in SIZES * decoder_layers:
@@ -126,13 +131,7 @@ def measure(
         for rows in ROWS:
             inputs = {n: torch.randn(rows, n).to(dtype) for n in {size[1] for size in SIZES}}
             states = [inputs[size[1]] for size in SIZES * count]
-            seconds[rows] = {form: [] for form in forms}
-            for _ in range(repeats):
-                for form, products in forms.items():
-                    start = clock()
-                    for product, given in zip(products, states, strict=True):
-                        product(given)
-                    seconds[rows][form].append(clock() - start)
+            seconds[rows] = timing.seconds_in_turn(forms, states, repeats, clock)
         read = read_seconds(nbytes, repeats, clock)
         found[name] = {"decoder_layers": count, "bytes": nbytes, "seconds": seconds, READ: read}
     return found

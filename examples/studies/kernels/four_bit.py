@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,6 +78,11 @@ def check(layer: Any, states: Tensor) -> None:
     assert off <= close, f"results differ by {off:.1e}"
 
 
+def forms_of(model: Sequence[Any]) -> dict[str, list[Callable[[Tensor], Any]]]:
+    """Return what multiplies states by each layer, by form."""
+    return {form: [partial(run, layer) for layer in model] for form, run in FORMS.items()}
+
+
 @torch.no_grad()
 def measure(
     model: Sequence[Any], rows: Sequence[int], repeats: int, clock: Callable[[], float]
@@ -87,13 +93,8 @@ def measure(
         inputs = {n: torch.randn(count, n).to(DTYPE) for n in {one.in_features for one in model}}
         for layer in model:
             check(layer, inputs[layer.in_features])
-        seconds[count] = {form: [] for form in FORMS}
-        for _ in range(repeats):
-            for form, run in FORMS.items():
-                start = clock()
-                for layer in model:
-                    run(layer, inputs[layer.in_features])
-                seconds[count][form].append(clock() - start)
+        states = [inputs[layer.in_features] for layer in model]
+        seconds[count] = timing.seconds_in_turn(forms_of(model), states, repeats, clock)
     return seconds
 
 

@@ -1,8 +1,8 @@
 """Greedy answers with all logits, and with those that can be the largest, in turn.
 
-Run as `python -m examples.studies.kernels.greedy_head --help` says. Tokens must be equal. A first
-answer, which is not timed, makes the head's copy in 8 bits; the table says for how many rows it is
-used on this machine.
+Run as `python -m examples.studies.kernels.greedy_head --help` says. Tokens must be equal. The head
+gets its copy in 8 bits in a first answer, which is not timed. The last column of the table is the
+largest number of rows for which the copy is used on this machine.
 """
 
 from __future__ import annotations

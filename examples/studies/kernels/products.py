@@ -56,17 +56,12 @@ def measure(
     for dtype in DTYPES:
         mine = [weight.to(dtype) for weight in weights]
         forms = products_of(mine)
-        seconds: dict[int, dict[str, list[float]]] = {n: {form: [] for form in forms} for n in rows}
+        seconds: dict[int, dict[str, list[float]]] = {}
         for count in rows:
             inputs = {w: torch.randn(1, count, w).to(dtype) for w in {one.shape[1] for one in mine}}
             states = [inputs[one.shape[1]] for one in mine]
             check(dtype, {form: products[0](states[0]) for form, products in forms.items()})
-            for _ in range(repeats):
-                for form, products in forms.items():
-                    start = clock()
-                    for product, given in zip(products, states, strict=True):
-                        product(given)
-                    seconds[count][form].append(clock() - start)
+            seconds[count] = timing.seconds_in_turn(forms, states, repeats, clock)
         found[str(dtype)] = seconds
     return found
 

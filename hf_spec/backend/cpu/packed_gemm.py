@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from hf_spec_kernels.packed_linear import PackedWeight, pack_weight, packed_linear
@@ -232,8 +232,8 @@ def _most_rows(dtype: torch.dtype, num_threads: int) -> int:
     return NO_LIMIT if wins else 64
 
 
-# A GEMM and weights in its form.
-_Timed: TypeAlias = tuple[Gemm, Sequence[Packed | None]]
+# What multiplies states by a weight, and weights in its form.
+_Timed: TypeAlias = tuple[Callable[..., object], Sequence[Any]]
 
 
 def _packed_wins(states: Tensor, plain: _Timed, packed: _Timed) -> bool:

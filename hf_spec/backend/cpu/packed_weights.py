@@ -37,7 +37,7 @@ MODES = ("auto", "on", "off")
 MEMORY_SHARE = 0.5
 # Every 97th word of a weight is hashed individually; a prime, so that all columns are sampled.
 SAMPLED_WORD = 97
-# A weight is screened from this pass on, which takes as long as about so many products.
+# Passes before a weight is screened. Screening takes as long as about that many products.
 SCREENED_FROM = 64
 
 
@@ -181,11 +181,15 @@ def _stamp(weight: Tensor) -> tuple[int, ...]:
     detects any change of a single word. The other hashes every 97th word; it covers all columns
     and detects permutations. Together they read the weight once.
     """
-    version = 0 if weight.is_inference() else weight._version
     even = weight.shape[1] * weight.element_size() % 8 == 0 and weight.data_ptr() % 8 == 0
     words = weight.detach().view(torch.int64 if even else torch.int16)
     hashes = (_mixed(words.sum(1)), _mixed(words.view(-1)[::SAMPLED_WORD].long()))
-    return (weight.data_ptr(), *weight.shape, version, *hashes)
+    return (weight.data_ptr(), *weight.shape, version_of(weight), *hashes)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the counter of in-place changes; inference tensors have none, and give -1."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _mixed(words: Tensor) -> int:

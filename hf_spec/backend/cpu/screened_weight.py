@@ -12,14 +12,14 @@ rounded as outputs are, is below the rounded lower bound of another.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 
 import torch
 from hf_spec_kernels.packed_linear import PackedWeight, pack_weight, packed_linear
 from torch import Tensor
+
+from hf_spec.backend.cpu.packed_gemm import fastest_seconds, gemm
 
 # Weights with fewer elements are multiplied faster than they are screened.
 MIN_ELEMENTS = 1 << 22
@@ -60,6 +60,11 @@ class ScreenedWeight:
         """Memory in bytes, without the exact weight."""
         return self.codes.nbytes + self.scales.nbytes + self.margins.nbytes
 
+    @cached_property
+    def largest_margin(self) -> Tensor:
+        """The largest of the margins."""
+        return self.margins.max()
+
     def best(self, states: Tensor) -> Tensor | None:
         """Compute the outputs that can be the best of their row.
 
@@ -74,7 +79,9 @@ class ScreenedWeight:
         scores = packed_linear(wide, self.codes).mul_(self.scales)
         norms, top = wide.norm(dim=1), scores.amax(dim=1)
         # First by the largest margin of all outputs, which leaves few to look at one by one.
-        floor = top - 2 * norms * self.margins.max() - 2 * torch.finfo(states.dtype).eps * top.abs()
+        floor = (
+            top - 2 * norms * self.largest_margin - 2 * torch.finfo(states.dtype).eps * top.abs()
+        )
         if not bool(floor.isfinite().all()):
             return None
         rows, outputs = (scores >= floor[:, None]).nonzero(as_tuple=True)
@@ -102,8 +109,9 @@ def screen(weight: Tensor, exact: PackedWeight) -> ScreenedWeight:
     num_outputs, num_inputs = weight.shape
     codes = torch.empty(num_outputs, num_inputs, dtype=torch.int8)
     scales, margins = torch.empty(2, num_outputs)
-    for first in range(0, num_outputs, max(1, ROUNDED_TOGETHER // num_inputs)):
-        part = slice(first, first + max(1, ROUNDED_TOGETHER // num_inputs))
+    size = max(1, ROUNDED_TOGETHER // num_inputs)
+    for first in range(0, num_outputs, size):
+        part = slice(first, first + size)
         wide = weight[part].float()
         norms = wide.norm(dim=1)
         scale = wide.abs().amax(dim=1).div_(LARGEST_CODE).clamp_min_(torch.finfo().tiny)
@@ -122,19 +130,10 @@ def timed(weight: ScreenedWeight, states: Tensor) -> ScreenedWeight:
     most = 0
     for rows in TIMED_ROWS:
         some = states[torch.arange(rows) % len(states)]
-        full = _seconds(partial(packed_linear, some, weight.exact))
-        screened = _seconds(partial(weight.best, some))
+        full, screened = fastest_seconds(
+            some, (gemm, [weight.exact]), (lambda states, form: form.best(states), [weight])
+        )
         if screened * HEAD_START > full:
             break
         most = rows
     return replace(weight, most_rows=most)
-
-
-def _seconds(run: Callable[[], object], repeats: int = 3) -> float:
-    """Return the shortest time of a few runs."""
-    found = math.inf
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        found = min(found, time.perf_counter() - start)
-    return found

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
+from hf_spec.backend.cpu.packed_weights import version_of
+
 
 class GreedyHead:
     """The output head of a model during one generation, in forward passes whose best logits count.
@@ -34,7 +36,7 @@ class GreedyHead:
     def record(self, linear: nn.Module, output: Tensor) -> None:
         """Remember what the head computed in the first pass."""
         if self.confirmed is None and linear is self._head:
-            self._output, self._version = output, _version(output)
+            self._output, self._version = output, version_of(output)
 
     def confirm(self, logits: Tensor) -> None:
         """Compare the logits of the first pass with the output of the head."""
@@ -45,7 +47,7 @@ class GreedyHead:
             output is not None
             and (output.data_ptr(), output.numel()) == (logits.data_ptr(), logits.numel())
             and (output.dtype, output.shape[-1]) == (logits.dtype, logits.shape[-1])
-            and _version(output) == self._version
+            and version_of(output) == self._version
         )
 
     def _has_hooks(self) -> bool:
@@ -53,8 +55,3 @@ class GreedyHead:
             every_module._global_forward_hooks
             or any(module._forward_hooks for module in (self._model, self._head))
         )
-
-
-def _version(tensor: Tensor) -> int:
-    """Return the counter of in-place changes; inference tensors have none."""
-    return -1 if tensor.is_inference() else tensor._version

@@ -47,6 +47,7 @@ from hf_spec.backend.cpu.packed_weights import (
     pack_weights,
     packed_weights_of,
     screened_weight_of,
+    version_of,
 )
 from hf_spec.engine.fast.greedy_head import GreedyHead
 from hf_spec.engine.forward.forward_overrides import ForwardOverrides
@@ -240,8 +241,8 @@ def _is_packable(weight: Tensor | None) -> bool:
 
 
 def _versions(weights: Sequence[Tensor]) -> list[int]:
-    """Return the counters of in-place changes; inference tensors have none."""
-    return [-1 if weight.is_inference() else weight._version for weight in weights]
+    """Return the counters of in-place changes."""
+    return [version_of(weight) for weight in weights]
 
 
 def kernel_weight(

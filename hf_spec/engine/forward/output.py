@@ -21,8 +21,8 @@ class ForwardOutput:
     """Result of a forward pass; the next one may overwrite its tensors.
 
     Attributes:
-        logits: (M, V) in the model's dtype, one line per node that ran, in tree order; -inf in
-            place of any but the best where no other was asked for.
+        logits: (M, V) in the model's dtype, one line per node that ran, in tree order. If
+            `forward` was called with `best_only`, logits other than the largest may be -inf.
         hidden: index into `hidden_states` -> (T, hidden size) of all tokens that ran.
         pending: row -> indices of its pending tokens among the T, without the root.
         nodes: M indices of the nodes among the T.

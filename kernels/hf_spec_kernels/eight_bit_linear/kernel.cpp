@@ -9,10 +9,6 @@
 #include "../row_groups.h"
 #include "../vectors.h"
 
-#if defined(__AVX512F__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 namespace {
 
 // Two sums a row with 32 registers, else one; the other registers are for weights and states.
@@ -22,18 +18,6 @@ constexpr int SHARED_ROWS = REGISTERS == 32 ? MAX_ROWS : 4;
 // Distance in bytes of the codes that are prefetched.
 constexpr int AHEAD = 1024;
 
-inline Floats expanded(const int8_t* codes) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
-#elif defined(__AVX2__)
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
-#else
-    Floats values;
-    for (int lane = 0; lane < LANES; ++lane) values[lane] = codes[lane];
-    return values;
-#endif
-}
-
 // Products in float32.
 struct Single {
     using State = float;
@@ -42,7 +26,7 @@ struct Single {
     static constexpr int INPUTS = LANES;
 
     static State state(float value) { return value; }
-    static Codes expand(const int8_t* codes) { return expanded(codes); }
+    static Codes expand(const int8_t* codes) { return load(codes); }
     static Sums add(Sums sums, const State* states, Codes codes) { return sums + load(states) * codes; }
     static float total(Sums sums, Sums) { return sum_of(sums); }
 };
@@ -58,7 +42,7 @@ struct Pair {
     static State state(bfloat16 value) { return value.bits; }
 
     static Codes expand(const int8_t* codes) {
-        return _mm512_cvtne2ps_pbh((__m512)expanded(codes + LANES), (__m512)expanded(codes));
+        return _mm512_cvtne2ps_pbh((__m512)load(codes + LANES), (__m512)load(codes));
     }
 
     static Sums add(Sums sums, const State* states, Codes codes) {
@@ -140,8 +124,7 @@ struct Product {
 
     const typename Kind::State* states;
     const int8_t* codes;
-    Groups groups;
-    int64_t inputs, outputs;
+    int64_t inputs;
     const Finish& finish;
 
     // ROWS rows from `row` on times OUTPUTS outputs from `output` on.
@@ -168,27 +151,6 @@ struct Product {
         if constexpr (std::is_same_v<Kind, Whole>) sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), codes);
 #endif
     }
-
-    template <int OUTPUTS, int ROWS = MAX_ROWS>
-    void tiles(int64_t row, int64_t output, int64_t count) const {
-        if constexpr (ROWS > 1)
-            if (count < ROWS) return tiles<OUTPUTS, ROWS - 1>(row, output, count);
-        if constexpr (ROWS <= SHARED_ROWS) {
-            tile<OUTPUTS, ROWS>(row, output);
-        } else {
-            for (int o = 0; o < OUTPUTS; ++o) tile<1, ROWS>(row, output + o);
-        }
-    }
-
-    void run(int threads) const {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (int64_t output = 0; output < outputs; output += 2)
-            // For groups after the first the codes are in the cache.
-            for (int64_t group = 0; group < groups.count; ++group) {
-                const int64_t row = groups.begin(group), count = groups.size(group);
-                output + 1 < outputs ? tiles<2>(row, output, count) : tiles<1>(row, output, count);
-            }
-    }
 };
 
 template <typename Kind, typename T, typename Finish>
@@ -196,7 +158,8 @@ void multiply(const T* states, const int8_t* codes, int64_t rows, int64_t inputs
               const Finish& finish) {
     const Groups groups(rows, MAX_ROWS);
     const auto together = grouped<Kind>(states, inputs, groups, rows);
-    Product<Kind, Finish>{together.data(), codes, groups, inputs, outputs, finish}.run(threads);
+    const Product<Kind, Finish> product{together.data(), codes, inputs, finish};
+    run_in_pairs<MAX_ROWS, SHARED_ROWS>(product, groups, outputs, threads);
 }
 
 template <typename T>

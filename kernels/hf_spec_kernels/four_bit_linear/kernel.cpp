@@ -171,7 +171,7 @@ struct TiledProduct {
         // Two, so that one is filled while the other is read.
         alignas(64) uint16_t expanded[2][2][TILE];
         for (int64_t begin = 0; begin < steps; begin += block, scale += outputs) {
-            zero<COUNT>();
+            zero_sums<COUNT>();
             for (int64_t step = 0; step < block; step += TILE_ROWS, one += TILE, other += TILE) {
                 auto& values = expanded[step / TILE_ROWS % 2];
                 for (int i = 0; i < TILE_ROWS; ++i, from += OUTPUTS) {
@@ -180,38 +180,14 @@ struct TiledProduct {
                     table.expand(from, pairs);
                     for (int v = 0; v < 2; ++v) std::memcpy(values[v] + i * TILE_INPUTS, &pairs[v], sizeof pairs[v]);
                 }
-                _tile_loadd(4, one, 64);
-                _tile_loadd(6, values[0], 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, values[1], 64);
-                _tile_dpbf16ps(1, 4, 7);
-                if constexpr (COUNT == 2) {
-                    _tile_loadd(5, other, 64);
-                    _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
-                }
+                add_products<COUNT>(one, other, values[0], values[1], 64);
             }
-            _tile_stored(0, part[0], sizeof part[0]);
-            _tile_stored(1, part[0] + HALF, sizeof part[0]);
-            if constexpr (COUNT == 2) {
-                _tile_stored(2, part[TILE_ROWS], sizeof part[0]);
-                _tile_stored(3, part[TILE_ROWS] + HALF, sizeof part[0]);
-            }
+            store_sums<COUNT>(part);
             for (int64_t r = 0; r < count; ++r)
                 for (int v = 0; v < 2; ++v)
                     sums[r][v] = scaled(sums[r][v], _mm512_load_ps(part[r] + v * HALF), scale + v * HALF);
         }
         for (int64_t r = 0; r < count; ++r) write(sums[r], results + (first + r) * outputs + output);
-    }
-
-    template <int COUNT>
-    static void zero() {
-        _tile_zero(0);
-        _tile_zero(1);
-        if constexpr (COUNT == 2) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
     }
 
     void run(int threads) const {

@@ -97,7 +97,6 @@ struct Product {
     Scales scales;
     const float* table;
     float* results;
-    Groups groups;
     int64_t inputs, outputs, block;
 
     // ROWS rows from `row` on times OUTPUTS outputs from `output` on.
@@ -126,27 +125,6 @@ struct Product {
         for (int r = 0; r < ROWS; ++r)
             for (int o = 0; o < OUTPUTS; ++o) results[(row + r) * outputs + output + o] = sum_of(sums[o][r]);
     }
-
-    template <int OUTPUTS, int ROWS = MAX_ROWS>
-    void tiles(int64_t row, int64_t output, int64_t count) const {
-        if constexpr (ROWS > 1)
-            if (count < ROWS) return tiles<OUTPUTS, ROWS - 1>(row, output, count);
-        if constexpr (ROWS <= SHARED_ROWS) {
-            tile<OUTPUTS, ROWS>(row, output);
-        } else {
-            for (int o = 0; o < OUTPUTS; ++o) tile<1, ROWS>(row, output + o);
-        }
-    }
-
-    void run(int threads) const {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (int64_t output = 0; output < outputs; output += 2)
-            // For groups after the first the codes are in the cache.
-            for (int64_t group = 0; group < groups.count; ++group) {
-                const int64_t row = groups.begin(group), count = groups.size(group);
-                output + 1 < outputs ? tiles<2>(row, output, count) : tiles<1>(row, output, count);
-            }
-    }
 };
 
 std::vector<float> grouped(const float* states, int64_t inputs, const Groups& groups, int64_t rows) {
@@ -169,7 +147,8 @@ void linear(const float* states, const uint8_t* codes, Scales scales, const floa
     if (rows == 0) return;
     const Groups groups(rows, MAX_ROWS);
     const std::vector<float> together = grouped(states, inputs, groups, rows);
-    Product<W>{together.data(), codes, scales, table, results, groups, inputs, outputs, block}.run(threads);
+    const Product<W> product{together.data(), codes, scales, table, results, inputs, outputs, block};
+    run_in_pairs<MAX_ROWS, SHARED_ROWS>(product, groups, outputs, threads);
 }
 
 }  // namespace

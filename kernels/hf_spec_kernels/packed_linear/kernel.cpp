@@ -161,35 +161,16 @@ struct TiledProduct {
         const uint16_t* one = states + tile * depth * TILE;
         const uint16_t* other = one + depth * TILE;
         const bfloat16* from = weight + output * depth * TILE_INPUTS;
-        _tile_zero(0);
-        _tile_zero(1);
-        if constexpr (COUNT == 2) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
+        zero_sums<COUNT>();
         for (int64_t step = 0; step < depth; ++step, one += TILE, other += TILE, from += 2 * TILE) {
             // For tiles after the first the block is still near.
             if (tile == 0)
                 for (int64_t i = 0; i < 2 * TILE; i += 32)
                     __builtin_prefetch(reinterpret_cast<const char*>(from + i) + AHEAD);
-            _tile_loadd(4, one, 64);
-            _tile_loadd(6, from, 128);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, from + TILE_INPUTS, 128);
-            _tile_dpbf16ps(1, 4, 7);
-            if constexpr (COUNT == 2) {
-                _tile_loadd(5, other, 64);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
+            add_products<COUNT>(one, other, from, from + TILE_INPUTS, 128);
         }
         alignas(64) float sums[COUNT * TILE_ROWS][BLOCK];
-        _tile_stored(0, sums[0], sizeof sums[0]);
-        _tile_stored(1, sums[0] + TILE_ROWS, sizeof sums[0]);
-        if constexpr (COUNT == 2) {
-            _tile_stored(2, sums[TILE_ROWS], sizeof sums[0]);
-            _tile_stored(3, sums[TILE_ROWS] + TILE_ROWS, sizeof sums[0]);
-        }
+        store_sums<COUNT>(sums);
         const int64_t first = tile * TILE_ROWS, count = std::min<int64_t>(COUNT * TILE_ROWS, rows - first);
         for (int64_t r = 0; r < count; ++r)
             finish(sums[r], bias, results + (first + r) * outputs, output, outputs);

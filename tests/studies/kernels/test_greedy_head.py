@@ -1,4 +1,4 @@
-"""Both forms answer in turn; everything asked for is in the table and in the file."""
+"""Every answer of both forms is timed, and is in the table and in the file."""
 
 from __future__ import annotations
 
