@@ -1,8 +1,8 @@
 """Environment variables of the tests and of the programs that they start.
 
 Results do not depend on what the user has set. These choices of the user stay: the GPUs
-(`CUDA_VISIBLE_DEVICES`), fewer threads, the cache of the converted models (`HF_SPEC_CACHE`), and
-proxies, which pip may need to download them.
+(`CUDA_VISIBLE_DEVICES`), the device of the tiny models (`HF_SPEC_TEST_DEVICE`), fewer threads, the
+cache of the converted models (`HF_SPEC_CACHE`), and proxies, which pip may need to download them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REMOVED = (
     # MKL prefers it to `OMP_NUM_THREADS`.
     "MKL_NUM_THREADS",
 )
-KEPT = ("HF_SPEC_CACHE",)
+KEPT = ("HF_SPEC_CACHE", "HF_SPEC_TEST_DEVICE")
 # A terminal of the usual size, even where pytest runs in another one without capturing.
 SET = {"COLUMNS": "80", "LINES": "24", "TERM": "xterm", "LANG": "C.UTF-8"}
 # Servers that tests start, which no proxy reaches.

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
-from tests.tiny_models import build
+from tests.tiny_models import DEVICE, build
 
 # Models, block sizes and whether the head is recurrent, for tests that compare single drafts.
 HEADS = [
@@ -41,7 +41,7 @@ def random_head(
             parameter.mul_(4)
         if head.earlier is not None:
             head.earlier.up.weight.normal_()
-    return head.requires_grad_(False).eval()
+    return head.requires_grad_(False).eval().to(DEVICE)
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def features_of(
     model: PreTrainedModel, tokens: Sequence[int], head: FalconHead | None = None
 ) -> Tensor:
     """(T, H) the target's last hidden states, or what `head` makes of several."""
-    ids = torch.tensor([list(tokens)])
+    ids = torch.tensor([list(tokens)], device=model.device)
     states = model(ids, output_hidden_states=True).hidden_states
     if head is None or head.earlier is None:
         return states[-1][0]

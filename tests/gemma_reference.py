@@ -52,9 +52,8 @@ def gemma4(shared: int = 0) -> PreTrainedModel:
 def past(model: PreTrainedModel, text: tuple[int, ...]) -> tuple[Any, Tensor]:
     """Keys and values of a text by layer, those of windows whole, and (H,) its last state."""
     kept = DynamicCache()
-    output = model(
-        torch.tensor([text]), **{CACHE_NAME: kept}, output_hidden_states=True, use_cache=True
-    )
+    ids = torch.tensor([text], device=model.device)
+    output = model(ids, **{CACHE_NAME: kept}, output_hidden_states=True, use_cache=True)
     return kept.layers, output.hidden_states[-1][0, -1]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -35,6 +36,8 @@ from hf_spec.methods.sdsat.gated_lora import new_lora
 
 VOCAB = 97
 WINDOW = 8
+# Where the models and prompts are, for example "cuda" to run a file of tests on a GPU.
+DEVICE = torch.device(os.environ.get("HF_SPEC_TEST_DEVICE", "cpu"))
 
 LLAMA_LIKE = {
     "vocab_size": VOCAB,
@@ -231,14 +234,14 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
-    return model
+    return model.to(DEVICE)
 
 
 def repetitive_prompt(length: int = 21, period: int = 7, seed: int = 1) -> torch.Tensor:
     """(1, length) int64 prompt in which lookup finds matches."""
     generator = torch.Generator().manual_seed(seed)
     pattern = torch.randint(3, VOCAB, (1, period), generator=generator)
-    return pattern.repeat(1, length // period + 1)[:, :length]
+    return pattern.repeat(1, length // period + 1)[:, :length].to(DEVICE)
 
 
 @cache
@@ -473,7 +476,7 @@ def ragged_batch(lengths: tuple[int, ...] = (12, 9, 5, 11, 3), seed: int = 2) ->
 def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` of prompts given one by one."""
     width = max(len(row) for row in rows)
-    input_ids = torch.zeros(len(rows), width, dtype=torch.long)
+    input_ids = torch.zeros(len(rows), width, dtype=torch.long, device=DEVICE)
     mask = torch.zeros_like(input_ids)
     for index, row in enumerate(rows):
         input_ids[index, width - len(row) :] = row

@@ -10,6 +10,7 @@ from hf_spec_kernels import kv_write, launches
 from torch import Tensor
 
 from tests.compiler import needs_compiler
+from tests.kernels.moved import moved
 
 # Slot and place of seven tokens; -1 leaves one out. Order and gaps are free.
 PLACES = [[0, 0, 2, -1, 1, 2, 0], [3, 4, 9, 1, 15, 0, 12]]
@@ -114,8 +115,6 @@ def test_no_tokens(device: torch.device) -> None:
 def test_what_the_kernel_cannot_read_is_refused(
     change: dict[str, Any], error: type[Exception], match: str, device: torch.device
 ) -> None:
-    arguments = {name: value.to(device) for name, value in (states() | change).items()}
-    if "strides" in match:
-        arguments["place"] = change["place"].to(device)
+    arguments = {name: moved(value, device) for name, value in (states() | change).items()}
     with pytest.raises(error, match=match):
         kv_write(**arguments, impl="triton")

@@ -14,6 +14,7 @@ from hf_spec_kernels.configs import trying
 from hf_spec_kernels.ragged_tree_attention import pack_bits
 from torch import Tensor
 
+from tests.kernels.moved import moved
 from tests.kernels.ragged_cases import ROWS, Case, Shape, make_case
 
 # Results are averages of numbers of size one: rounding of sums in float32, of results in the rest.
@@ -314,14 +315,14 @@ def test_what_the_kernel_cannot_read_is_refused(
     change: dict[str, Any], error: type[Exception], match: str, device: torch.device
 ) -> None:
     case = make_case(device=device)
-    moved = {
-        key: value.to(device) if isinstance(value, Tensor) and not value.is_meta else value
+    there = {
+        key: moved(value, device) if isinstance(value, Tensor) and not value.is_meta else value
         for key, value in change.items()
     }
-    in_layout = {key: value for key, value in moved.items() if hasattr(case.layout, key)}
-    in_scoring = {key: value for key, value in moved.items() if hasattr(Scoring(), key)}
+    in_layout = {key: value for key, value in there.items() if hasattr(case.layout, key)}
+    in_scoring = {key: value for key, value in there.items() if hasattr(Scoring(), key)}
     layout = dataclasses.replace(case.layout, **in_layout)
-    tensors = [moved.get(name, getattr(case, name)) for name in ("query", "keys", "values")]
+    tensors = [there.get(name, getattr(case, name)) for name in ("query", "keys", "values")]
     with pytest.raises(error, match=match):
         ragged_tree_attention(*tensors, layout, Scoring(**in_scoring), impl="triton")
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.autograd import DeviceType
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.generation import CompileConfig
 
 import hf_spec
 from examples.studies.kernels.step_time import time_steps
@@ -28,7 +28,14 @@ from examples.studies.kernels.tree_attention import bandwidth
 from hf_spec.backend.device.capture import cuda_graphs
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
-from hf_spec.evaluation.bench.runner import timed
+from hf_spec.evaluation.bench.runner import peak_bytes, reset_peak, timed
+from hf_spec.methods.eagle.head import build as build_eagle
+from hf_spec.methods.eagle.settings import EagleTrainSettings
+from hf_spec.methods.eagle.training import new_head
+from hf_spec.methods.falcon.head import FalconHead
+from hf_spec.methods.falcon.settings import FalconShape
+from hf_spec.training.features import Text
+from hf_spec.training.responses import Response
 
 NAMES = (
     "hidden_size",
@@ -44,6 +51,11 @@ SIZES = {
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256),
 }
 SMALL = {"small": (64, 128, 3, 4, 2, 512)}
+# The draft models of targets that have one; others draft with an eighth of their layers.
+DRAFTS = {"llama-3.1-8b": "llama-3.2-1b"}
+CALLS = 4
+# Kernels whose times are written.
+KERNELS = 12
 # Tokens of a circle: longer than a draft, shorter than a prompt.
 CIRCLE = 24
 PROMPT = 100
@@ -70,15 +82,10 @@ def build(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any
     return model
 
 
-def save(model: Any, folder: Path) -> None:
-    """As a checkpoint, with a tokenizer of bytes."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    model.save_pretrained(folder)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=letters[0])
-    fast.save_pretrained(folder)
+def prompt(batch: int, device: torch.device) -> Tensor:
+    """(B, PROMPT) int64: rows that go round in circles of their own, more than once."""
+    places = torch.arange(batch, device=device)[:, None] + torch.arange(PROMPT, device=device)
+    return places % CIRCLE + CIRCLE * torch.arange(1, batch + 1, device=device)[:, None]
 
 
 def facts(device: torch.device) -> dict[str, Any]:
@@ -97,52 +104,133 @@ def fallback(device: torch.device) -> dict[str, Any]:
     model.model.norm.forward = lambda states: norm(states) * max(1.0, -float(states.norm()))
     found: dict[str, Any] = {"reserved_bytes": []}
     for _ in range(4):
-        _, stats = generate(model, ids, 24)
-        found["refusal"] = stats.graph_refusal
+        _, stats = generate(model, ids, 24, spec_strategy="lookup")
+        found["refusal"] = stats.graph_refusal if stats else None
         if device.type == "cuda":
             found["reserved_bytes"].append(torch.cuda.memory_reserved(device))
     return found
 
 
-def generate(model: Any, ids: Tensor, new_tokens: int) -> tuple[float, hf_spec.SpecStats]:
-    """Seconds and statistics of a generation by lookup."""
+def generate(
+    model: Any, ids: Tensor, new_tokens: int, **method: Any
+) -> tuple[float, hf_spec.SpecStats | None]:
+    """Seconds of a generation and its statistics, which plain `generate()` has not."""
     output, seconds = timed(
         lambda: model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new_tokens,
-            do_sample=False,
-            spec_strategy="lookup",
             return_dict_in_generate=True,
+            **{"do_sample": False, **method},
         )
     )
-    return seconds, output.spec_stats
+    return seconds, getattr(output, "spec_stats", None)
 
 
-def measure_round(model: Any, ids: Tensor, new_tokens: int) -> dict[str, Any]:
+def methods(name: str, model: Any, sizes: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Arguments of `generate()` by strategy.
+
+    The draft model goes round in the same circle, so its drafts are accepted. The heads have random
+    weights, so theirs are not: their rounds show costs alone. All drafts have fixed sizes.
+    """
+    device, dtype = model.device, model.dtype
+    draft = build(SIZES[DRAFTS[name]] if name in DRAFTS else cut(sizes), device, dtype)
+    falcon = FalconHead(model, FalconShape(2, 1), None).to(device, dtype).eval()
+    known = min(32000, sizes[-1])
+    answers = [Text(Response("", "", [1], list(range(known))))]
+    eagle = build_eagle(
+        new_head(model, answers, EagleTrainSettings(vocabulary_size=known), Path("eagle")), model
+    )
+    five: dict[str, Any] = {"max_draft_tokens": 5, "length_policy": "static"}
+    beam: dict[str, Any] = {**five, "tree": "dynamic", "width": 4, "max_nodes": 15}
+    lookup = hf_spec.LookupConfig(max_draft_tokens=5)
+    entries: dict[str, tuple[Any, Any]] = {
+        "none": ("none", None),
+        "lookup": (lookup, None),
+        "lookup, top-p": (lookup, None),
+        "draft of 5": (hf_spec.DraftConfig(**five), draft),
+        "draft, measured length": (hf_spec.DraftConfig(), draft),
+        "tree": (hf_spec.TreeConfig(length_policy="static", max_nodes=15), draft),
+        "falcon": (hf_spec.FalconConfig(tree="falcon-llama"), falcon.requires_grad_(False)),
+        "eagle": (hf_spec.EagleConfig(**beam), eagle),
+        "auto": (hf_spec.AutoConfig(), draft),
+    }
+    found = {
+        entry: {"spec_strategy": config, "assistant": assistant}
+        for entry, (config, assistant) in entries.items()
+    }
+    found["lookup, top-p"] |= {"do_sample": True, "top_p": 0.95}
+    return found
+
+
+def cut(sizes: Sequence[int]) -> list[int]:
+    """The sizes with an eighth of the layers."""
+    return [
+        max(1, size // 8) if field == "num_hidden_layers" else size
+        for field, size in zip(NAMES, sizes, strict=True)
+    ]
+
+
+def measure_plain(model: Any, ids: Tensor, new_tokens: int, **settings: Any) -> dict[str, Any]:
+    """What a token takes in plain `generate()`, after a first call; the prompt's is not counted."""
+    calls = [generate(model, ids, new_tokens, **settings)[0] for _ in range(CALLS)]
+    first = min(generate(model, ids, 1, **settings)[0] for _ in range(CALLS))
+    per_token = 1e3 * (min(calls[1:]) - first) / (new_tokens - 1)
+    return {"seconds": calls, "seconds_of_first": first, "ms_per_token": per_token}
+
+
+def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Seconds until the first token of a long prompt: plain, and through the engine."""
+    found = []
+    for length in lengths:
+        ids = torch.randint(1, CIRCLE, (1, length), device=model.device)
+        ways: dict[str, dict[str, Any]] = {"plain": {}, "none": {"spec_strategy": "none"}}
+        seconds = {
+            way: [generate(model, ids, 1, **method)[0] for _ in range(repeats)]
+            for way, method in ways.items()
+        }
+        found.append({"tokens": length, "seconds": seconds})
+    return found
+
+
+def measure_round(model: Any, ids: Tensor, new_tokens: int, **method: Any) -> dict[str, Any]:
     """A first and later generations: seconds, graphs, what waits by line, and launches."""
-    calls = [generate(model, ids, new_tokens) for _ in range(4)]
-    seconds, rounds = [spent for spent, _ in calls], calls[-1][1].target_forwards
+    calls, on_gpu = [], ids.device.type == "cuda"
+    for _ in range(CALLS):
+        reset_peak(ids.device)
+        calls.append(generate(model, ids, new_tokens, **method))
+    every = [stats for _, stats in calls if stats is not None]
+    seconds, rounds = [spent for spent, _ in calls], every[-1].target_forwards
+    first = min(generate(model, ids, 1, **method)[0] for _ in range(CALLS))
+    decoding = 1e3 * (min(seconds[1:]) - first)
     with waiting() as waits:
-        generate(model, ids, new_tokens)
-    on_gpu = ids.device.type == "cuda"
+        generate(model, ids, new_tokens, **method)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] * on_gpu
     with torch.profiler.profile(activities=kinds) as profile:
-        spent, _ = generate(model, ids, new_tokens)
+        spent, _ = generate(model, ids, new_tokens, **method)
     events = profile.key_averages()
     busy = sum(e.self_device_time_total for e in events if e.device_type == DeviceType.CUDA)
     asked = [event for event in events if event.key.startswith("cuda")]
+    longest = sorted(events, key=lambda event: -event.self_device_time_total)[:KERNELS]
     return {
         "seconds": seconds,
-        "ms_per_round": 1e3 * min(seconds[1:]) / rounds,
+        "seconds_of_first": first,
+        "ms_per_round": decoding / max(1, rounds - 1),
+        "ms_per_token": decoding / (new_tokens - 1),
         "rounds": rounds,
-        "captures": [stats.graph_captures for _, stats in calls],
-        "replays": [stats.graph_replays for _, stats in calls],
-        "refusal": calls[-1][1].graph_refusal,
+        "tau": every[-1].tau,
+        "drafted_tokens": every[-1].drafted_tokens,
+        "captures": [stats.graph_captures for stats in every],
+        "replays": [stats.graph_replays for stats in every],
+        "refusal": every[-1].graph_refusal,
         "waits_per_round": {line: count / rounds for line, count in waits.most_common(20)},
         "calls_per_round": {event.key: event.count / rounds for event in asked},
+        "kernel_ms_per_round": {
+            event.key[:80]: 1e-3 * event.self_device_time_total / rounds for event in longest
+        },
         "device_busy_share": 1e-6 * busy / spent,
+        "peak_bytes": peak_bytes(ids.device),
     }
 
 
@@ -165,42 +253,72 @@ def waiting() -> Iterator[Counter[str]]:
             found[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
 
 
-def rounds(device: torch.device, dtype: torch.dtype, dry: bool) -> dict[str, Any]:
-    """Rounds of every model with graphs and without, and its steps beside the memory's floor."""
-    found: dict[str, Any] = {}
+def rounds(
+    names: Sequence[str],
+    batches: Sequence[int],
+    device: torch.device,
+    dry: bool,
+    compiled: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """Per model its rounds by strategy, and its steps beside the memory's floor.
+
+    Yields what is known so far after every measurement: a part may run out of time.
+    """
+    dtype = torch.float32 if dry else torch.bfloat16
     speed = bandwidth(device, 2**20 if dry else 2**30)
-    for name, sizes in (SMALL if dry else SIZES).items():
+    found: dict[str, Any] = {}
+    for name in names:
+        sizes = {**SMALL, **SIZES}[name]
         model = build(sizes, device, dtype)
         read = [p.nbytes for n, p in model.named_parameters() if "embed_tokens" not in n]
         here: dict[str, Any] = {"floor_ms": 1e3 * sum(read) / speed, "rounds": {}}
-        for batch in (1,) if dry else (1, 16):
-            ids = torch.randint(1, sizes[-1] - CIRCLE, (batch, PROMPT), device=device)
-            for graphs in ("auto", "off"):
-                with cuda_graphs(graphs):
-                    got = measure_round(model, ids, 8 if dry else 64)
-                here["rounds"][f"batch {batch}, graphs {graphs}"] = got
-                print(name, batch, graphs, f"{got['ms_per_round']:.2f} ms a round")
+        found[name] = here
+        ways = methods(name, model, sizes)
+        for batch in batches:
+            new_tokens = 8 if dry else 64
+            ids = prompt(batch, device)
+            place = here["rounds"].setdefault(f"batch {batch}", {})
+            place["plain"] = measure_plain(model, ids, new_tokens)
+            for way, method in ways.items():
+                place[way] = measure_round(model, ids, new_tokens, **method)
+                print(name, batch, way, f"{place[way]['ms_per_round']:.2f} ms a round", flush=True)
+                yield found
+            with cuda_graphs("off"):
+                place["lookup, no graphs"] = measure_round(model, ids, new_tokens, **ways["lookup"])
+        here["prompts"] = measure_prompts(model, (16, 32) if dry else (1024, 8192), 3)
         steps = ((1,), (1, 4), 64, 2) if dry else ((1, 16), (1, 8), 512, 20)
-        found[name] = {**here, "steps": list(time_steps(model, *steps))}
-    return found
+        here["steps"] = list(time_steps(model, *steps))
+        yield found
+        if compiled and not dry:
+            # Last, for it takes a minute and may fail.
+            static = {"cache_implementation": "static", "compile_config": CompileConfig()}
+            place = here["rounds"].setdefault("batch 1", {})
+            place["plain, compiled"] = measure_plain(model, prompt(1, device), 64, **static)
+            yield found
+        del model, ways
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; writes one part as JSON, or the folder of a model."""
+    """Command line; writes one part as JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.studies.gpu.rounds", description=__doc__
     )
-    parser.add_argument("part", choices=("facts", "fallback", "rounds", "folder"))
-    parser.add_argument("--out", type=Path, required=True, help="JSON file, or the folder")
+    parser.add_argument("part", choices=("facts", "fallback", "rounds"))
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--dry-run", action="store_true", help="small, on a CPU")
+    parser.add_argument("--model", action="append", choices=SIZES, help="of rounds; default: all")
+    parser.add_argument("--batch-size", type=int, action="append", help="default: 1 and 8")
+    parser.add_argument(
+        "--no-compiled", action="store_true", help="leave out the compiled baseline"
+    )
     options = parser.parse_args(argv)
     dry = options.dry_run
     device = torch.device("cpu") if dry else torch.device("cuda", 0)
-    dtype = torch.float32 if dry else torch.bfloat16
-    if options.part == "folder":
-        save(build(next(iter((SMALL if dry else SIZES).values())), device, dtype), options.out)
-    elif options.part == "rounds":
-        write_json(options.out, rounds(device, dtype, dry))
+    if options.part == "rounds":
+        names = list(SMALL) if dry else options.model or list(SIZES)
+        batches = options.batch_size or ([1] if dry else [1, 8])
+        for found in rounds(names, batches, device, dry, not options.no_compiled):
+            write_json(options.out, found)
     else:
         write_json(options.out, {"facts": facts, "fallback": fallback}[options.part](device))
 

@@ -8,6 +8,7 @@ full-length buffers; the window is applied by the attention mask.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -154,20 +155,25 @@ class KVPool:
         Sliding layers may have dropped all tokens before their window. `frame_masks` are per row
         (L,) bool, True where the cached entry is a real token.
         """
-        length = max((int(mask.sum()) for mask in frame_masks), default=0)
-        self.reserve(length)
+        counts = [int(mask.sum()) for mask in frame_masks]
+        self.reserve(max(counts, default=0))
         layers: Sequence[Any] = cache.layers
+
+        # Layers share indices: computing them makes the host wait for a GPU.
+        @functools.cache
+        def real(row: int, stored: int, device: torch.device) -> Tensor:
+            mask = frame_masks[row]
+            return mask[mask.shape[0] - stored :].nonzero()[:, 0].to(device)
+
         for index, layer in enumerate(layers):
             if getattr(layer, "keys", None) is None:
                 continue
             key_buffer, value_buffer = self.layer(index, layer.keys, layer.values)
-            for row, mask in enumerate(frame_masks):
-                stored = layer.keys.shape[2]
-                real = mask[mask.shape[0] - stored :].to(layer.keys.device)
-                end = int(mask.sum())
-                start = end - int(real.sum())
-                key_buffer[row, :, start:end] = layer.keys[row][:, real]
-                value_buffer[row, :, start:end] = layer.values[row][:, real]
+            for row, end in enumerate(counts):
+                entries = real(row, layer.keys.shape[2], layer.keys.device)
+                start = end - len(entries)
+                key_buffer[row, :, start:end] = layer.keys[row][:, entries]
+                value_buffer[row, :, start:end] = layer.values[row][:, entries]
 
     def export(
         self, cache: DynamicCache, frame_masks: Sequence[Tensor], lengths: Sequence[int]
@@ -177,13 +183,18 @@ class KVPool:
         `frame_masks` are per row (L,) bool; the `lengths[row]` stored tokens fill the first True
         entries.
         """
-        width = frame_masks[0].shape[0]
+        width, rows = frame_masks[0].shape[0], list(zip(frame_masks, lengths, strict=True))
+
+        # Layers share indices: computing them makes the host wait for a GPU.
+        @functools.cache
+        def places(device: torch.device) -> list[Tensor]:
+            return [mask.nonzero()[:length, 0].to(device) for mask, length in rows]
+
         for index in sorted(self.keys):
             pair = []
             for buffer in (self.keys[index], self.values[index]):
                 frame = buffer.new_zeros(len(lengths), buffer.shape[1], width, buffer.shape[3])
-                for row, (mask, length) in enumerate(zip(frame_masks, lengths, strict=True)):
-                    entries = mask.to(buffer.device).nonzero()[:length, 0]
+                for row, entries in enumerate(places(buffer.device)):
                     frame[row, :, entries] = buffer[row, :, : len(entries)]
                 pair.append(frame)
             cache.update(pair[0], pair[1], index)
