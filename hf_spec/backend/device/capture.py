@@ -41,6 +41,19 @@ class Switch:
 switch = Switch()
 
 
+@dataclass
+class WarmUps:
+    """Number of steps so far, in this process, that were captured or ran for a later capture.
+
+    They take many times as long as replays, so times of rounds with any of them are no estimates.
+    """
+
+    count: int = 0
+
+
+warm_ups = WarmUps()
+
+
 def set_cuda_graphs(mode: str) -> None:
     """Set whether decoding steps on a GPU are captured as CUDA graphs.
 

@@ -216,10 +216,20 @@ class RoundTimes:
         return self._memories[index]
 
     def learn(
-        self, nodes: float, verify_seconds: float, drafts: Mapping[str, tuple[int, int, float]]
+        self,
+        nodes: float,
+        verify_seconds: float | None,
+        drafts: Mapping[str, tuple[int, int, float]],
     ) -> None:
-        """Record nodes and seconds of the target; forward passes, new tokens, seconds of drafts."""
-        self.verify.learn(nodes, verify_seconds)
+        """Record nodes and seconds of the target; forward passes, new tokens, seconds of drafts.
+
+        Seconds of the target that are None are not recorded. Before the first ones, drafts are not
+        recorded either: expected costs of the target have no unit.
+        """
+        if verify_seconds is not None:
+            self.verify.learn(nodes, verify_seconds)
+        if not self.verify.has_timings:
+            return
         for name, (count, unread, seconds) in drafts.items():
             # The time of drafters without forward passes is negligible.
             if not count:

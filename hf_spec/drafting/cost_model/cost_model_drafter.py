@@ -41,8 +41,9 @@ ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
 
 # A length policy may draft this many times the depth that the acceptance rates of levels suggest.
 DEPTH_FACTOR = 3
-# Steps without a draft at the start of a generation, if their cost is not known.
-PLAIN_STEPS = 2
+# Timed steps without a draft at the start of a generation, if their cost is not known; and most
+# steps that are run for them, of which some may be captured as a CUDA graph and are not timed.
+PLAIN_STEPS, MOST_PLAIN_STEPS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class CostModelDrafter(Drafter):
         for index, source in enumerate(self._sources):
             memory = None if times is None else times.memory(index, source.prior)
             source.start(state.num_rows, memory)
-        self._plain_steps = 0
+        self._plain_steps = self._rounds = 0
         self._timer = RoundTimer(clock_of(state.device), self._costs, self._times)
 
     def restart(self, row: int) -> None:
@@ -206,10 +207,9 @@ class CostModelDrafter(Drafter):
         """Return True if nothing is drafted, because the cost of a plain step is not known."""
         if self._times is None or self._times.verify.is_reliable(rows):
             return False
-        measures = self._plain_steps < PLAIN_STEPS
-        # The first round runs the prompt and is not timed.
-        self._plain_steps += not self._timer.is_first
-        return measures
+        self._plain_steps += self._timer.was_timed
+        self._rounds += 1
+        return self._plain_steps < PLAIN_STEPS and self._rounds <= MOST_PLAIN_STEPS
 
     def _reading_seconds(
         self, source: DraftSource, state: GenerationState, rows: Iterable[int]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_spec.backend.device.capture import warm_ups
 from hf_spec.backend.device.clock import Clock
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes
 from hf_spec.engine.decode.drafter import Drafter
@@ -26,6 +27,7 @@ class TimedDraft:
         depth: requested depth.
         unread: tokens of the drafting rows since their last draft, which its first pass reads.
         start, end: marks around the work.
+        settled: False if a step was run for the capture of a CUDA graph, see `WarmUps`.
     """
 
     forwards: int
@@ -33,6 +35,7 @@ class TimedDraft:
     unread: int
     start: Any
     end: Any
+    settled: bool = True
 
 
 @dataclass
@@ -42,18 +45,23 @@ class TimedRound:
     Attributes:
         size: nodes that the target ran.
         sent, verified: marks around the target's forward pass and verification.
+        warm_ups: the number of `WarmUps` when it was sent.
+        settled: as of `TimedDraft`, for the target.
     """
 
     drafts: dict[str, TimedDraft] = field(default_factory=dict)
     size: float = 0.0
     sent: Any = None
     verified: Any = None
+    warm_ups: int = 0
+    settled: bool = False
 
 
 class RoundTimer:
     """Times rounds and records them in `times`; without `times`, nothing is learned.
 
-    The target's forward pass of a prompt (`is_first`) is not timed.
+    Neither the target's forward pass of a prompt (`is_first`) nor anything around the capture of a
+    CUDA graph is timed. `was_timed` says whether the target's pass of the last round was.
     """
 
     def __init__(self, clock: Clock, costs: Costs, times: RoundTimes | None):
@@ -65,7 +73,7 @@ class RoundTimer:
 
     def restart(self) -> None:
         """Do not time the next round, which runs a prompt."""
-        self.is_first = True
+        self.is_first, self.was_timed = True, False
         self.round = TimedRound()
 
     def begin(self) -> None:
@@ -76,10 +84,10 @@ class RoundTimer:
     @contextmanager
     def time_draft(self, name: str, drafter: Drafter, depth: int, unread: int) -> Iterator[None]:
         """Time the block, in which `drafter` drafts `depth` levels after `unread` new tokens."""
-        before, start = drafter.forwards, self._clock.mark()
+        before, known, start = drafter.forwards, warm_ups.count, self._clock.mark()
         yield
-        count = drafter.forwards - before
-        self.round.drafts[name] = TimedDraft(count, depth, unread, start, self._clock.mark())
+        count, settled, end = drafter.forwards - before, warm_ups.count == known, self._clock.mark()
+        self.round.drafts[name] = TimedDraft(count, depth, unread, start, end, settled)
 
     def draft_seconds(self) -> float:
         """Return the drafting time of the round: measured, or expected until its end has passed."""
@@ -96,12 +104,15 @@ class RoundTimer:
     def mark_sent(self, size: float) -> None:
         """Mark the start of the target's forward pass over `size` nodes."""
         self.round.size, self.round.sent = size, self._clock.mark()
+        self.round.warm_ups = warm_ups.count
 
     def mark_verified(self) -> None:
         """Mark the end of verification."""
         # The marks of the previous round have passed by now.
         self._record_pending()
         self.round.verified = self._clock.mark()
+        settled = warm_ups.count == self.round.warm_ups
+        self.round.settled, self.was_timed = settled, settled and not self.is_first
         if not self.is_first:
             self._pending = self.round
         self.is_first = False
@@ -115,5 +126,7 @@ class RoundTimer:
         drafts = {
             name: (draft.forwards, draft.unread, self._clock.seconds(draft.start, draft.end))
             for name, draft in done.drafts.items()
+            if draft.settled
         }
-        self._times.learn(done.size, self._clock.seconds(done.sent, done.verified), drafts)
+        seconds = self._clock.seconds(done.sent, done.verified) if done.settled else None
+        self._times.learn(done.size, seconds, drafts)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.backend.device import graph_store
-from hf_spec.backend.device.capture import NoWaits, WaitError, switch
+from hf_spec.backend.device.capture import NoWaits, WaitError, switch, warm_ups
 from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.backend.device.placement import looks_for_outliers
 from hf_spec.backend.device.transfer import send
@@ -155,6 +155,8 @@ class StepGraphs:
         inputs = Inputs(tensors, *step.on_host, step.sees)
         shape = self._fitting(inputs) or self._warming(inputs)
         shape.fill(inputs)
+        settles = shape.graph is None and shape.uses <= WARM_UPS and self.refusal is None
+        warm_ups.count += settles
         if shape.graph is None and shape.uses >= WARM_UPS and shape.nbytes <= MAX_OUTPUT_BYTES:
             self._record(compute, shape)
         if shape.graph is not None:

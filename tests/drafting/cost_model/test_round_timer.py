@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hf_spec.backend.device.capture import warm_ups
 from hf_spec.backend.device.clock import Clock
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
@@ -79,6 +80,30 @@ def test_on_the_host_it_is_known_at_once(learned: list[Any]) -> None:
     assert timed.is_first
     one_round(timed, clock)
     assert len(learned) == 1
+
+
+def test_steps_around_a_capture_are_not_timed(
+    learned: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Lagging()
+    clock.known = float("inf")
+    monkeypatch.setattr(warm_ups, "count", 0)
+    timed = rounds(clock, RoundTimes())
+    one_round(timed, clock)
+    assert not timed.was_timed, "it runs the prompt"
+    for in_draft, in_step in ((1, 0), (0, 1), (1, 1), (0, 0)):
+        drafter: Any = SimpleNamespace(forwards=0)
+        timed.begin()
+        with timed.time_draft("draft", drafter, 1, 1):
+            warm_ups.count += in_draft
+            drafter.forwards += 1
+        timed.mark_sent(2)
+        clock.now += 4
+        warm_ups.count += in_step
+        timed.mark_verified()
+        assert timed.was_timed == (not in_step)
+    draft = {"draft": (1, 1, 0.0)}
+    assert learned == [(2, 4.0, {}), (2, None, draft), (2, None, {}), (2, 4.0, draft)]
 
 
 def test_given_costs_count_as_they_are(learned: list[Any]) -> None:
