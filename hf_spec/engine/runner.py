@@ -119,6 +119,13 @@ class ModelRunner:
             stack.enter_context(self._call.active())
             if takes_packed(self.model):
                 self._attention = PackedAttention(self.model)
+            self._linears = [
+                stack.enter_context(install_packed_linears(part, self.rounded))
+                for part in decoding_parts(self.model)
+            ]
+            self._layers = stack.enter_context(CompiledLayers.of(self.model).active(self.model))
+            if self._attention is not None:
+                # After compiled layers are installed, which stored graphs were captured with.
                 self._graphs = StepGraphs(
                     self.model,
                     self.rows.pool,
@@ -127,11 +134,6 @@ class ModelRunner:
                     self.expected_length,
                 )
                 stack.callback(self._graphs.close)
-            self._linears = [
-                stack.enter_context(install_packed_linears(part, self.rounded))
-                for part in decoding_parts(self.model)
-            ]
-            self._layers = stack.enter_context(CompiledLayers.of(self.model).active(self.model))
             if self._virtual_tokens is not None:
                 stack.enter_context(self._virtual_tokens.active(self.model))
             if self._mixers is not None:
@@ -321,6 +323,7 @@ class ModelRunner:
 
     def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
         """Compute logits of the head's tokens and hidden states of all, from device tensors."""
+        self._layers.refresh()
         tokens, positions, head_tokens, *frame_positions = tensors
         tokens = tokens[None]
         # A 4D mask of one element is passed through unchanged: no model builds a mask of its own.

@@ -170,8 +170,8 @@ MUTANTS = (
         "a reused cache that has dropped tokens is loaded to the start of the slot",
         area="KV cache",
         file="hf_spec/engine/forward/kv_pool.py",
-        old="start = end - int(real.sum())",
-        new="start, end = 0, int(real.sum())",
+        old="start = end - len(entries)",
+        new="start, end = 0, len(entries)",
         tests=(
             "tests/engine/forward/test_kv_pool.py",
             "tests/generation/test_one_call.py::test_two_turns_with_one_cache",

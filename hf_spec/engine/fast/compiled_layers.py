@@ -1,7 +1,8 @@
-"""Compiled decoder layers of one model: each layer is traced, generated as C++ and called once.
+"""Compiled decoder layers of one model: each layer is traced, and generated code runs it.
 
-On a CPU a third or more of a small step is spent on small operations that are called one by one.
-The first call of every kind runs both compiled and uncompiled, and the results are compared. A
+A third or more of a small step is spent on small operations that are called one by one. On a CPU a
+layer becomes one C++ function; on a GPU its small operations are fused (`fused_layer`). The first
+call of every kind runs both compiled and uncompiled, and the results are compared. A
 layer runs uncompiled, and the log names the reason, if it cannot be traced, if its result differs,
 or if it reads state whose changes cannot be detected (`layer_state`).
 """
@@ -11,9 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
 from hf_spec.backend.cpu.four_bit import is_four_bit
+from hf_spec.engine.fast.fused_layer import FusedFunction, FusedLayer, fuse_layer
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
 from hf_spec.engine.fast.layer_tracing import (
@@ -41,7 +44,7 @@ from hf_spec.engine.forward.step import PackedStep
 logger = logging.getLogger(__name__)
 
 # Largest relative distance (of norms) between compiled and uncompiled results.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # Functions compiled for one model. Layers whose state keeps changing would need ever more.
 MAX_PROGRAMS = 16
 # A longer call that other kernels run is a prompt: shorter calls may still run compiled.
@@ -49,6 +52,24 @@ STEP_TOKENS = 64
 # Different arguments of layers in one step that are cached, such as those of global and local
 # attention.
 MAX_STEP_CALLS = 4
+
+
+Function = LayerFunction | FusedFunction
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How layers are compiled for a type of device, and bound to weights; supported dtypes."""
+
+    compile: Callable[[nn.Module, Mapping[str, Tensor], LayerCall], Any]
+    bind: Callable[[Any, Mapping[str, Tensor], nn.Module, nn.Module], BoundLayer | FusedLayer]
+    dtypes: tuple[torch.dtype, ...]
+
+
+BACKENDS = {
+    "cpu": Backend(compile_layer, BoundLayer, (torch.float32, torch.bfloat16)),
+    "cuda": Backend(fuse_layer, FusedLayer, (torch.float32, torch.bfloat16, torch.float16)),
+}
 
 
 class _ThreadSettings(threading.local):
@@ -105,7 +126,7 @@ class CompiledLayers:
     def __init__(self) -> None:
         self.enabled = False
         self.layers: list[CompiledLayer] = []
-        self.functions: dict[object, LayerFunction | Exception] = {}
+        self.functions: dict[object, Function | Exception] = {}
         self.refused: dict[str, str] = {}
         self.seconds = 0.0
         self._state: LayerState | None = None
@@ -200,7 +221,7 @@ class CompiledLayers:
                 if len(inside) == 1 and inside[0] is not layer:
                     self.layers.append(CompiledLayer(self, f"{name}.{index}", layer, inside[0]))
 
-    def function(self, layer: nn.Module, binding: _Binding, call: LayerCall) -> LayerFunction:
+    def function(self, layer: nn.Module, binding: _Binding, call: LayerCall) -> Function:
         """Return the function for a kind of layers and calls; compile it on a miss.
 
         Raises:
@@ -215,7 +236,8 @@ class CompiledLayers:
                         "often"
                     )
                 try:
-                    self.functions[key] = compile_layer(layer, binding.weights, call)
+                    compiled = BACKENDS[binding.device].compile
+                    self.functions[key] = compiled(layer, binding.weights, call)
                 except ERRORS as error:
                     self.functions[key] = error
             function = self.functions[key]
@@ -265,8 +287,14 @@ class LayerSession:
             self._stack.enter_context(other.in_use())
 
     def begin_step(self) -> None:
-        """Compile layers again where their state has changed; call before every forward pass."""
+        """Run layers compiled if wanted; call before every forward pass."""
         _thread.compiled = self._owner.wanted
+
+    def refresh(self) -> None:
+        """Compile layers again where their state has changed; call before layers run.
+
+        The replay of a CUDA graph runs none.
+        """
         for owner in self._owners:
             owner.refresh()
 
@@ -292,7 +320,12 @@ class _Binding:
 
     kind: int
     weights: dict[str, Tensor]
-    bound: dict[LayerFunction, BoundLayer] = field(default_factory=dict)
+    bound: dict[Function, BoundLayer | FusedLayer] = field(default_factory=dict)
+
+    @cached_property
+    def device(self) -> str:
+        """Type of the device of the weights, a key of `BACKENDS`."""
+        return next(iter(self.weights.values())).device.type
 
 
 class CompiledLayer:
@@ -309,7 +342,7 @@ class CompiledLayer:
         self.binding: _Binding | None = None
         self._attention = attention
         # By kind of layer and call: the function that gave the layer's result, if there is one.
-        self._tried: dict[tuple[int, int], LayerFunction | None] = {}
+        self._tried: dict[tuple[int, int], Function | None] = {}
 
     @property
     def is_compiled(self) -> bool:
@@ -324,8 +357,13 @@ class CompiledLayer:
         """Run the layer, compiled if possible."""
         binding = self.binding
         # Accelerate's mixed precision begins inside the model's forward.
-        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if other or binding is None or type(spec_step) is not PackedStep or not _thread.compiled:
+        if (
+            binding is None
+            or type(spec_step) is not PackedStep
+            or not _thread.compiled
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(binding.device)
+        ):
             return self._run_uncompiled(args, kwargs, spec_step)
         call = _step_call(spec_step, args, kwargs)
         if call.num_tokens > MAX_TOKENS:
@@ -369,9 +407,10 @@ class CompiledLayer:
         self.owner.seconds += time.perf_counter() - start
         return expected if reason else result
 
-    def _bind(self, function: LayerFunction, binding: _Binding) -> BoundLayer:
+    def _bind(self, function: Function, binding: _Binding) -> BoundLayer | FusedLayer:
         if function not in binding.bound:
-            bound = BoundLayer(function, binding.weights, self.layer, self._attention)
+            bind = BACKENDS[binding.device].bind
+            bound = bind(function, binding.weights, self.layer, self._attention)
             binding.bound[function] = bound
         return binding.bound[function]
 
@@ -390,7 +429,9 @@ def _step_call(step: PackedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _obstacle(layer: nn.Module) -> str | None:
     if layer.training:
         return "it is in training mode"
-    four_bit = {id(part.weight) for part in layer.modules() if is_four_bit(part)}
+    four_bit = {id(part.weight): part for part in layer.modules() if is_four_bit(part)}
+    if any(part.weight.device.type != "cpu" for part in four_bit.values()):
+        return "its weights in 4 bits are not on a CPU"
     tensors = [tensor for tensor in tensors_of(layer).values() if id(tensor) not in four_bit]
     if (reason := _weights_obstacle(tensors)) is not None:
         return reason
@@ -412,16 +453,20 @@ def _obstacle(layer: nn.Module) -> str | None:
 
 
 def _weights_obstacle(tensors: Collection[Tensor]) -> str | None:
-    if {tensor.device.type for tensor in tensors} != {"cpu"}:
-        return "it is not on a CPU"
+    devices = {tensor.device.type for tensor in tensors}
+    if len(devices) != 1 or not devices <= BACKENDS.keys():
+        return f"it is on {', '.join(sorted(devices))}; layers are compiled on {_names(BACKENDS)}"
     if {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}:
         return "its weights are of a tensor subclass"
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    if unsupported := sorted(_name(dtype) for dtype in dtypes - TOLERANCE.keys()):
-        return (
-            f"it has weights in {unsupported[0]}; {', '.join(map(_name, TOLERANCE))} are compiled"
-        )
+    supported = BACKENDS[devices.pop()].dtypes
+    if unsupported := sorted(map(_name, dtypes - {*supported})):
+        return f"it has weights in {unsupported[0]}; {_names(map(_name, supported))} are compiled"
     return None
+
+
+def _names(values: Iterable[str]) -> str:
+    return ", ".join(values)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""A compiled layer bound to the weights of one decoder layer, ready to be called."""
+"""A layer compiled to C++ and bound to the weights of one decoder layer, ready to be called."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class BoundLayer:
         arguments = call.arguments(None if attention is None else step, results)
         pointer = None if attention is None else ctypes.byref(attention)
         function.run(self._constants, table.weights, pointer, arguments)
-        return function.result(results)
+        return function.form.filled(results)
 
     def _make_table(self, tokens: int) -> _Table | None:
         source = self._function.source

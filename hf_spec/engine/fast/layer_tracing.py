@@ -1,7 +1,8 @@
-"""Compiling a decoder layer: trace it on tensors without data, generate C++, build it.
+"""Compiling a decoder layer for a CPU: trace it on tensors without data, generate C++, build it.
 
 Linear layers and attention are traced as custom operations, for which the compiled layer calls the
 same kernels as an uncompiled one. Weights are inputs, so layers of one kind share one C++ function.
+`fused_layer` compiles for a GPU what is traced here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from operator import is_
@@ -37,23 +38,62 @@ MAX_TOKENS = 2048
 TRACED_TOKENS = 3
 
 
+@dataclass(frozen=True)
+class ResultForm:
+    """What a layer returns besides the tensors: per part False for None, and whether in a tuple."""
+
+    parts: tuple[bool, ...]
+    is_tuple: bool
+
+    @classmethod
+    def of(cls, result: Any) -> ResultForm:
+        """Return the form of a result."""
+        parts = (isinstance(part, Tensor) for part in as_tuple(result))
+        return cls(tuple(parts), isinstance(result, tuple))
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """Return what the layer returns, given the tensors in it."""
+        if self.parts == (True,) and not self.is_tuple:
+            return tensors[0]
+        remaining = iter(tensors)
+        parts = tuple(next(remaining) if is_tensor else None for is_tensor in self.parts)
+        return parts if self.is_tuple else parts[0]
+
+
 @dataclass(frozen=True, eq=False)
 class LayerFunction:
     """C++ function of decoder layers and calls of one kind; see `build_layer` for `run`."""
 
     run: Callable[..., None]
     source: LayerSource
-    # Per part of the layer's result, True for a tensor and False for None.
-    results: tuple[bool, ...]
-    is_tuple: bool
+    form: ResultForm
 
-    def result(self, tensors: Sequence[Tensor]) -> Any:
-        """Return what the layer returns, given the tensors in it."""
-        if self.results == (True,) and not self.is_tuple:
-            return tensors[0]
-        remaining = iter(tensors)
-        parts = tuple(next(remaining) if is_tensor else None for is_tensor in self.results)
-        return parts if self.is_tuple else parts[0]
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """A layer as a graph of PyTorch operations.
+
+    Attributes:
+        module: the graph; its inputs are the layer's weights, then the tensors of a call.
+        inputs: the traced inputs, without data.
+        form: what the layer returns.
+    """
+
+    module: fx.GraphModule
+    inputs: Sequence[Tensor]
+    form: ResultForm
+
+    def check_lengths(self) -> None:
+        """Raise an error if the graph, or code generated from it, holds for some lengths only."""
+        from sympy import lambdify
+
+        shapes: Any = next(iter(self.inputs)).fake_mode.shape_env  # type: ignore[attr-defined]
+        # Branches taken on the number of tokens, as in `if states.shape[1] < 8`.
+        for guard in shapes.guards:
+            numbers = list(guard.expr.free_symbols)
+            holds = lambdify(numbers, guard.expr, "math")
+            if not all(holds(*[length] * len(numbers)) for length in range(2, MAX_TOKENS + 1)):
+                raise RuntimeError(f"it branches on the number of tokens ({guard.expr})")
 
 
 class LayerCall:
@@ -159,14 +199,14 @@ def addresses_of(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 @cache
-def _operations() -> torch.library.Library:
-    """Define `hf_spec::attend` and `hf_spec::multiply`; they are traced, never run."""
-    library = torch.library.Library("hf_spec", "DEF")
-    library.define(
+def library() -> torch.library.Library:
+    """Define `hf_spec::attend` and `hf_spec::multiply`, which C++ stands for when they are run."""
+    defined = torch.library.Library("hf_spec", "DEF")
+    defined.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, float? scaling, "
         "float? softcap, int? window) -> Tensor"
     )
-    library.define("multiply(Tensor states, Tensor weight, Tensor? bias) -> Tensor")
+    defined.define("multiply(Tensor states, Tensor weight, Tensor? bias) -> Tensor")
 
     def attended(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
@@ -174,9 +214,9 @@ def _operations() -> torch.library.Library:
     def multiplied(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return states.new_empty(*states.shape[:-1], weight.shape[0])
 
-    torch.library.register_fake("hf_spec::attend", attended, lib=library)
-    torch.library.register_fake("hf_spec::multiply", multiplied, lib=library)
-    return library
+    torch.library.register_fake("hf_spec::attend", attended, lib=defined)
+    torch.library.register_fake("hf_spec::multiply", multiplied, lib=defined)
+    return defined
 
 
 class _LinearOperations(TorchFunctionMode):
@@ -201,29 +241,36 @@ def compile_layer(
     Raises:
         Exception: `SourceError`, `BuildError`, or any error of PyTorch's tracing tools.
     """
+    traced = traced_layer(layer, weights, call, _LinearOperations())
+    source = layer_source(traced.module.graph, len(weights))
+    return LayerFunction(build_layer(source.text), source, traced.form)
+
+
+def traced_layer(
+    layer: nn.Module,
+    weights: Mapping[str, Tensor],
+    call: LayerCall,
+    operations: AbstractContextManager[Any],
+) -> TracedLayer:
+    """Trace the calls of one kind, inside the context `operations`; attention is `attend`.
+
+    Raises:
+        Exception: `SourceError`, or any error of PyTorch's tracing tools.
+    """
     if call.program_key is None:
         raise SourceError("an argument is neither a tensor nor a plain value")
-    graph, result = _traced(layer, weights, call)
-    source = layer_source(graph, len(weights))
-    results = tuple(isinstance(part, Tensor) for part in as_tuple(result))
-    return LayerFunction(build_layer(source.text), source, results, isinstance(result, tuple))
-
-
-def _traced(
-    layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall
-) -> tuple[fx.Graph, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    _operations()
+    library()
     copied = _copy(layer)
     returned: list[Any] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
         step = TracedStep(torch.ops.hf_spec.attend)
         args, kwargs = call.with_tensors(iter(tensors[len(weights) :]), step)
-        with _LinearOperations():
+        with operations:
             named = dict(zip(weights, tensors, strict=False))
             returned[:] = [functional_call(copied, named, args, kwargs)]
         return [part for part in as_tuple(returned[0]) if isinstance(part, Tensor)]
@@ -239,9 +286,10 @@ def _traced(
         traced = make_fx(run)(*inputs)
     if any(node.op == "get_attr" for node in traced.graph.nodes):
         raise RuntimeError("it computes with tensors that are neither parameters nor buffers")
-    _check_lengths(mode.shape_env)
     traced.graph.eliminate_dead_code()
-    return traced.graph, returned[0]
+    found = TracedLayer(traced, inputs, ResultForm.of(returned[0]))
+    found.check_lengths()
+    return found
 
 
 @contextmanager
@@ -253,18 +301,6 @@ def _muted_tracing_log() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _check_lengths(shapes: Any) -> None:
-    """Raise an error if the traced code holds for some numbers of tokens only."""
-    from sympy import lambdify
-
-    # Branches taken on the number of tokens, as in `if states.shape[1] < 8`.
-    for guard in shapes.guards:
-        numbers = list(guard.expr.free_symbols)
-        holds = lambdify(numbers, guard.expr, "math")
-        if not all(holds(*[length] * len(numbers)) for length in range(2, MAX_TOKENS + 1)):
-            raise RuntimeError(f"it branches on the number of tokens ({guard.expr})")
 
 
 def _fake_input(mode: Any, number: int, tensor: Tensor, tokens: int | None) -> Tensor:

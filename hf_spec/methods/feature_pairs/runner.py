@@ -247,6 +247,7 @@ class HeadRunner:
 
     def _compute(self, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
         """Run tokens at positions with features, or mixed pairs at positions."""
+        self._layers.refresh()
         pairs, positions, *features = tensors
         mixed = pairs[None]
         if features:

@@ -37,6 +37,7 @@ from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.truncated import truncated_draft
 from hf_spec.methods.feature_pairs.draft_head import DraftHead
 from tests import hybrid_models, tiny_models
+from tests.compiler import needs_compiler
 from tests.fake_gpu import standing
 from tests.tiers import FEW_STRATEGIES
 
@@ -359,6 +360,15 @@ class TestLaterCalls:
         assert self.counts(model=model)[0] == 0, "graphs read the weights where they stand"
         model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
         assert self.counts(model=model)[0] > 0
+
+    @needs_compiler
+    def test_compiled_layers(self, recorded: list[int]) -> None:
+        """Stored graphs belong to the state of a model whose layers are installed."""
+        model = copy.deepcopy(tiny_models.build("llama"))
+        assert hf_spec.compile(model).layers == 3
+        first, _ = self.counts(model=model)
+        assert first > 0
+        assert self.counts(model=model)[0] == 0
 
     def test_after_an_exception(self, recorded: list[int]) -> None:
         def fail(ids: Tensor, scores: Tensor) -> Tensor:

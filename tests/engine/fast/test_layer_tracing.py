@@ -34,7 +34,7 @@ def test_a_layer_is_one_function() -> None:
     program = compile_layer(layer, tensors_of(layer), call)
     assert [one.rows for one in program.source.linears] == [1, 1, 1]
     assert program.source.attention is None
-    assert program.result([call.tensors[0]]) is call.tensors[0]
+    assert program.form.filled([call.tensors[0]]) is call.tensors[0]
 
 
 def test_what_is_no_tensor_is_refused() -> None:
