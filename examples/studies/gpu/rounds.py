@@ -13,7 +13,9 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,9 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.generation import CompileConfig
 
 import hf_spec
-from examples.studies.kernels.step_time import time_steps
 from examples.studies.kernels.tree_attention import bandwidth
-from hf_spec.backend.device.capture import cuda_graphs
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.evaluation.bench.runner import peak_bytes, reset_peak, timed
@@ -53,7 +53,10 @@ SIZES = {
 SMALL = {"small": (64, 128, 3, 4, 2, 512)}
 # The draft models of targets that have one; others draft with an eighth of their layers.
 DRAFTS = {"llama-3.1-8b": "llama-3.2-1b"}
-CALLS = 4
+# Calls that are timed, after two that compile and capture.
+CALLS, WARM_UPS = 3, 2
+# New tokens of a call; those of plain `generate()` and of drafts that are never right cost more.
+NEW_TOKENS, FEW_TOKENS = 128, 32
 # Kernels whose times are written.
 KERNELS = 12
 # Tokens of a circle: longer than a draft, shorter than a prompt.
@@ -127,14 +130,24 @@ def generate(
     return seconds, getattr(output, "spec_stats", None)
 
 
-def methods(name: str, model: Any, sizes: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Arguments of `generate()` by strategy.
+@dataclass(frozen=True)
+class Way:
+    """Arguments of `generate()`, and whether its drafts are right."""
+
+    options: dict[str, Any]
+    right: bool = True
+
+
+def ways(name: str, model: Any, sizes: Sequence[int]) -> dict[str, Way]:
+    """Ways to generate by name; the draft model is compiled.
 
     The draft model goes round in the same circle, so its drafts are accepted. The heads have random
-    weights, so theirs are not: their rounds show costs alone. All drafts have fixed sizes.
+    weights, so theirs are not: their rounds show costs alone. All drafts but those of the default
+    policy and of `auto` have fixed sizes.
     """
     device, dtype = model.device, model.dtype
     draft = build(SIZES[DRAFTS[name]] if name in DRAFTS else cut(sizes), device, dtype)
+    hf_spec.compile(draft)
     falcon = FalconHead(model, FalconShape(2, 1), None).to(device, dtype).eval()
     known = min(32000, sizes[-1])
     answers = [Text(Response("", "", [1], list(range(known))))]
@@ -145,21 +158,24 @@ def methods(name: str, model: Any, sizes: Sequence[int]) -> dict[str, dict[str, 
     beam: dict[str, Any] = {**five, "tree": "dynamic", "width": 4, "max_nodes": 15}
     lookup = hf_spec.LookupConfig(max_draft_tokens=5)
     entries: dict[str, tuple[Any, Any]] = {
+        "none, uncompiled": (hf_spec.NoneConfig(compile=False), None),
         "none": ("none", None),
         "lookup": (lookup, None),
-        "lookup, top-p": (lookup, None),
         "draft of 5": (hf_spec.DraftConfig(**five), draft),
-        "draft, measured length": (hf_spec.DraftConfig(), draft),
+        "draft, default": (hf_spec.DraftConfig(), draft),
         "tree": (hf_spec.TreeConfig(length_policy="static", max_nodes=15), draft),
+        "auto": (hf_spec.AutoConfig(), draft),
+        "lookup, top-p": (lookup, None),
+    }
+    heads: dict[str, tuple[Any, Any]] = {
         "falcon": (hf_spec.FalconConfig(tree="falcon-llama"), falcon.requires_grad_(False)),
         "eagle": (hf_spec.EagleConfig(**beam), eagle),
-        "auto": (hf_spec.AutoConfig(), draft),
     }
     found = {
-        entry: {"spec_strategy": config, "assistant": assistant}
-        for entry, (config, assistant) in entries.items()
+        entry: Way({"spec_strategy": config, "assistant": assistant}, entry not in heads)
+        for entry, (config, assistant) in (entries | heads).items()
     }
-    found["lookup, top-p"] |= {"do_sample": True, "top_p": 0.95}
+    found["lookup, top-p"].options.update(do_sample=True, top_p=0.95)
     return found
 
 
@@ -172,11 +188,23 @@ def cut(sizes: Sequence[int]) -> list[int]:
 
 
 def measure_plain(model: Any, ids: Tensor, new_tokens: int, **settings: Any) -> dict[str, Any]:
-    """What a token takes in plain `generate()`, after a first call; the prompt's is not counted."""
+    """What a token takes in plain `generate()`; the prompt's is not counted."""
+    for _ in range(WARM_UPS):
+        generate(model, ids, new_tokens, **settings)
+    return timings(model, ids, new_tokens, **settings)
+
+
+def timings(model: Any, ids: Tensor, new_tokens: int, **settings: Any) -> dict[str, Any]:
+    """Seconds of calls, and milliseconds per token after the first by each of them."""
     calls = [generate(model, ids, new_tokens, **settings)[0] for _ in range(CALLS)]
     first = min(generate(model, ids, 1, **settings)[0] for _ in range(CALLS))
-    per_token = 1e3 * (min(calls[1:]) - first) / (new_tokens - 1)
-    return {"seconds": calls, "seconds_of_first": first, "ms_per_token": per_token}
+    per_token = [1e3 * (seconds - first) / (new_tokens - 1) for seconds in calls]
+    return {
+        "seconds": calls,
+        "seconds_of_first": first,
+        "ms_per_token": median(per_token),
+        "ms_per_token_spread": [min(per_token), max(per_token)],
+    }
 
 
 def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
@@ -194,43 +222,49 @@ def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[di
 
 
 def measure_round(model: Any, ids: Tensor, new_tokens: int, **method: Any) -> dict[str, Any]:
-    """A first and later generations: seconds, graphs, what waits by line, and launches."""
-    calls, on_gpu = [], ids.device.type == "cuda"
-    for _ in range(CALLS):
-        reset_peak(ids.device)
-        calls.append(generate(model, ids, new_tokens, **method))
-    every = [stats for _, stats in calls if stats is not None]
-    seconds, rounds = [spent for spent, _ in calls], every[-1].target_forwards
-    first = min(generate(model, ids, 1, **method)[0] for _ in range(CALLS))
-    decoding = 1e3 * (min(seconds[1:]) - first)
+    """Generations: seconds, graphs, what waits by line, and kernels."""
+    reset_peak(ids.device)
+    warm = [generate(model, ids, new_tokens, **method) for _ in range(WARM_UPS)]
+    found = timings(model, ids, new_tokens, **method)
     with waiting() as waits:
-        generate(model, ids, new_tokens, **method)
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    kinds += [torch.profiler.ProfilerActivity.CUDA] * on_gpu
-    with torch.profiler.profile(activities=kinds) as profile:
-        spent, _ = generate(model, ids, new_tokens, **method)
-    events = profile.key_averages()
-    busy = sum(e.self_device_time_total for e in events if e.device_type == DeviceType.CUDA)
-    asked = [event for event in events if event.key.startswith("cuda")]
-    longest = sorted(events, key=lambda event: -event.self_device_time_total)[:KERNELS]
+        _, stats = generate(model, ids, new_tokens, **method)
+    assert stats is not None
+    rounds = stats.target_forwards
+    every = [stats for _, stats in warm if stats] + [stats]
     return {
-        "seconds": seconds,
-        "seconds_of_first": first,
-        "ms_per_round": decoding / max(1, rounds - 1),
-        "ms_per_token": decoding / (new_tokens - 1),
+        **found,
+        "seconds_of_warm_up": [seconds for seconds, _ in warm],
+        "ms_per_round": found["ms_per_token"] * (new_tokens - 1) / max(1, rounds - 1),
         "rounds": rounds,
-        "tau": every[-1].tau,
-        "drafted_tokens": every[-1].drafted_tokens,
+        "tau": stats.tau,
+        "drafted_tokens": stats.drafted_tokens,
         "captures": [stats.graph_captures for stats in every],
         "replays": [stats.graph_replays for stats in every],
-        "refusal": every[-1].graph_refusal,
+        "refusal": stats.graph_refusal,
         "waits_per_round": {line: count / rounds for line, count in waits.most_common(20)},
+        "peak_bytes": peak_bytes(ids.device),
+        **profiled(model, ids, FEW_TOKENS, **method),
+    }
+
+
+def profiled(model: Any, ids: Tensor, new_tokens: int, **method: Any) -> dict[str, Any]:
+    """Calls of CUDA and the longest kernels, per round of a generation with its prompt."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] * (ids.device.type == "cuda")
+    with torch.profiler.profile(activities=kinds) as profile:
+        _, stats = generate(model, ids, new_tokens, **method)
+    rounds, events = stats.target_forwards if stats else new_tokens, profile.key_averages()
+    asked = [event for event in events if event.key.startswith("cuda")]
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA]
+    longest = sorted(kernels, key=lambda event: -event.self_device_time_total)[:KERNELS]
+    busy = sum(event.self_device_time_total for event in kernels)
+    return {
         "calls_per_round": {event.key: event.count / rounds for event in asked},
-        "kernel_ms_per_round": {
+        "kernels_per_round": sum(event.count for event in kernels) / rounds,
+        "kernel_ms_per_round": 1e-3 * busy / rounds,
+        "longest_kernels_ms_per_round": {
             event.key[:80]: 1e-3 * event.self_device_time_total / rounds for event in longest
         },
-        "device_busy_share": 1e-6 * busy / spent,
-        "peak_bytes": peak_bytes(ids.device),
     }
 
 
@@ -254,48 +288,41 @@ def waiting() -> Iterator[Counter[str]]:
 
 
 def rounds(
-    names: Sequence[str],
-    batches: Sequence[int],
-    device: torch.device,
-    dry: bool,
-    compiled: bool = True,
+    names: Sequence[str], batches: Sequence[int], device: torch.device, wanted: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Per model its rounds by strategy, and its steps beside the memory's floor.
+    """Per model its rounds by way, all of them or those `wanted`, beside the memory's floor.
 
     Yields what is known so far after every measurement: a part may run out of time.
     """
-    dtype = torch.float32 if dry else torch.bfloat16
+    dry = device.type == "cpu"
     speed = bandwidth(device, 2**20 if dry else 2**30)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"environment": environment(device)}
     for name in names:
         sizes = {**SMALL, **SIZES}[name]
-        model = build(sizes, device, dtype)
+        model = build(sizes, device, torch.float32 if dry else torch.bfloat16)
         read = [p.nbytes for n, p in model.named_parameters() if "embed_tokens" not in n]
-        here: dict[str, Any] = {"floor_ms": 1e3 * sum(read) / speed, "rounds": {}}
+        report = hf_spec.compile(model)
+        here: dict[str, Any] = {"floor_ms": 1e3 * sum(read) / speed, "compiled": asdict(report)}
         found[name] = here
-        ways = methods(name, model, sizes)
+        every = ways(name, model, sizes)
+        many, few = (8, 8) if dry else (NEW_TOKENS, FEW_TOKENS)
         for batch in batches:
-            new_tokens = 8 if dry else 64
             ids = prompt(batch, device)
-            place = here["rounds"].setdefault(f"batch {batch}", {})
-            place["plain"] = measure_plain(model, ids, new_tokens)
-            for way, method in ways.items():
-                place[way] = measure_round(model, ids, new_tokens, **method)
-                print(name, batch, way, f"{place[way]['ms_per_round']:.2f} ms a round", flush=True)
+            place = here[f"batch {batch}"] = {"plain": measure_plain(model, ids, few)}
+            for entry, way in every.items():
+                if entry in wanted or not wanted:
+                    count = many if way.right else few
+                    place[entry] = measure_round(model, ids, count, **way.options)
+                    print(name, batch, entry, f"{place[entry]['ms_per_token']:.2f} ms", flush=True)
+                    yield found
+            if not dry and batch == 1:
+                # Last, for it takes a minute.
+                static = {"cache_implementation": "static", "compile_config": CompileConfig()}
+                place["plain, compiled"] = measure_plain(model, ids, many, **static)
                 yield found
-            with cuda_graphs("off"):
-                place["lookup, no graphs"] = measure_round(model, ids, new_tokens, **ways["lookup"])
         here["prompts"] = measure_prompts(model, (16, 32) if dry else (1024, 8192), 3)
-        steps = ((1,), (1, 4), 64, 2) if dry else ((1, 16), (1, 8), 512, 20)
-        here["steps"] = list(time_steps(model, *steps))
         yield found
-        if compiled and not dry:
-            # Last, for it takes a minute and may fail.
-            static = {"cache_implementation": "static", "compile_config": CompileConfig()}
-            place = here["rounds"].setdefault("batch 1", {})
-            place["plain, compiled"] = measure_plain(model, prompt(1, device), 64, **static)
-            yield found
-        del model, ways
+        del model, every
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -308,16 +335,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="small, on a CPU")
     parser.add_argument("--model", action="append", choices=SIZES, help="of rounds; default: all")
     parser.add_argument("--batch-size", type=int, action="append", help="default: 1 and 8")
-    parser.add_argument(
-        "--no-compiled", action="store_true", help="leave out the compiled baseline"
-    )
+    parser.add_argument("--way", action="append", help="of rounds; default: all")
     options = parser.parse_args(argv)
-    dry = options.dry_run
-    device = torch.device("cpu") if dry else torch.device("cuda", 0)
+    device = torch.device("cpu") if options.dry_run else torch.device("cuda", 0)
     if options.part == "rounds":
-        names = list(SMALL) if dry else options.model or list(SIZES)
-        batches = options.batch_size or ([1] if dry else [1, 8])
-        for found in rounds(names, batches, device, dry, not options.no_compiled):
+        names = list(SMALL) if options.dry_run else options.model or list(SIZES)
+        batches = options.batch_size or ([1] if options.dry_run else [1, 8])
+        for found in rounds(names, batches, device, options.way or ()):
             write_json(options.out, found)
     else:
         write_json(options.out, {"facts": facts, "fallback": fallback}[options.part](device))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from hf_spec.backend.cpu.four_bit import is_four_bit
@@ -385,6 +386,19 @@ class CompiledLayer:
     def _try(self, key: tuple[int, int], call: LayerCall, binding: _Binding, arguments: Any) -> Any:
         """Run the first call of a kind both ways; return the compiled result if both are equal."""
         expected = self._run_uncompiled(*arguments)
+        # A step that is about to be captured must not wait for the device; this may.
+        with _disable_current_modes():
+            return self._compare(key, call, binding, arguments, expected)
+
+    def _compare(
+        self,
+        key: tuple[int, int],
+        call: LayerCall,
+        binding: _Binding,
+        arguments: Any,
+        expected: Any,
+    ) -> Any:
+        """Compile a call; return its result if it is the expected one."""
         start, reason = time.perf_counter(), None
         function, result = None, None
         try:
