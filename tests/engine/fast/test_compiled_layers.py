@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import hf_spec
 from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
+from hf_spec.backend.device.capture import NoWaits
 from hf_spec.engine.fast import layer_tracing as layer_programs
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, compiling
 from hf_spec.engine.fast.layer_call import BoundLayer
@@ -76,6 +77,23 @@ def test_programs_give_the_tokens_of_plain_generate(name: str, runs: list[Any]) 
         assert torch.equal(found, generate(target, name, kind))
         assert len(runs) > before, "every strategy runs programs"
     assert not forwards(target)
+
+
+def test_layers_are_compiled_in_a_step_that_must_not_wait(
+    runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before the capture of a CUDA graph; results are compared on the host."""
+    compute = ModelRunner._compute
+
+    def strict(self: ModelRunner, *arguments: Any) -> Any:
+        with NoWaits(torch.device("cpu")):
+            return compute(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "_compute", strict)
+    target = model("llama")
+    assert hf_spec.compile(target).layers == 3
+    assert torch.equal(generate(target, "llama", spec_strategy="none"), generate(target, "llama"))
+    assert runs
 
 
 def test_a_draft_model_is_compiled_likewise(runs: list[Any]) -> None:

@@ -28,7 +28,6 @@ from hf_spec.backend.device.capture import (
 )
 from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.engine.fast import cuda_graphs as step_graphs
-from hf_spec.engine.fast.compiled_layers import CompiledLayers, compiling
 from hf_spec.engine.fast.cuda_graphs import StepGraphs, obstacle
 from hf_spec.engine.forward import kv_pool as kv_cache
 from hf_spec.engine.forward.draft_tree import DraftTree
@@ -417,21 +416,6 @@ def test_a_forward_that_waits_is_found_before_it_is_recorded(
             monkeypatch.setattr(step_graphs, "NoWaits", None)
     lines = [r for r in caplog.records if "CUDA graphs" in r.getMessage()]
     assert [line.levelname for line in lines] == ["WARNING"]
-
-
-@needs_compiler
-def test_layers_are_compiled_in_a_step_that_must_not_wait(
-    recorded: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first step finds the layers; results of the second are compared on the host."""
-    monkeypatch.setattr(step_graphs, "NoWaits", NoWaits)
-    model = copy.deepcopy(tiny_models.build("llama"))
-    call = {**tiny_models.prompts("llama", "one"), "max_new_tokens": 8, "do_sample": False}
-    with compiling(True):
-        output = model.generate(**call, spec_strategy="none", return_dict_in_generate=True)
-    assert output.spec_stats.graph_refusal is None
-    assert output.spec_stats.graph_replays > 0
-    assert all(layer.is_compiled for layer in CompiledLayers.of(model).layers)
 
 
 def test_a_recording_that_fails_is_not_tried_again(
