@@ -149,6 +149,7 @@ def ways(name: str, model: Any, sizes: Sequence[int]) -> dict[str, Way]:
     draft = build(SIZES[DRAFTS[name]] if name in DRAFTS else cut(sizes), device, dtype)
     hf_spec.compile(draft)
     falcon = FalconHead(model, FalconShape(2, 1), None).to(device, dtype).eval()
+    falcon.requires_grad_(False)
     known = min(32000, sizes[-1])
     answers = [Text(Response("", "", [1], list(range(known))))]
     eagle = build_eagle(
@@ -168,8 +169,8 @@ def ways(name: str, model: Any, sizes: Sequence[int]) -> dict[str, Way]:
         "lookup, top-p": (lookup, None),
     }
     heads: dict[str, tuple[Any, Any]] = {
-        "falcon": (hf_spec.FalconConfig(tree="falcon-llama"), falcon.requires_grad_(False)),
-        "eagle": (hf_spec.EagleConfig(**beam), eagle),
+        "falcon": (hf_spec.FalconConfig(tree="falcon-llama", compile=True), falcon),
+        "eagle": (hf_spec.EagleConfig(**beam, compile=True), eagle),
     }
     found = {
         entry: Way({"spec_strategy": config, "assistant": assistant}, entry not in heads)
@@ -304,6 +305,7 @@ def rounds(
         report = hf_spec.compile(model)
         here: dict[str, Any] = {"floor_ms": 1e3 * sum(read) / speed, "compiled": asdict(report)}
         found[name] = here
+        here["prompts"] = measure_prompts(model, (16, 32) if dry else (1024, 8192), 3)
         every = ways(name, model, sizes)
         many, few = (8, 8) if dry else (NEW_TOKENS, FEW_TOKENS)
         for batch in batches:
@@ -320,8 +322,6 @@ def rounds(
                 static = {"cache_implementation": "static", "compile_config": CompileConfig()}
                 place["plain, compiled"] = measure_plain(model, ids, many, **static)
                 yield found
-        here["prompts"] = measure_prompts(model, (16, 32) if dry else (1024, 8192), 3)
-        yield found
         del model, every
 
 

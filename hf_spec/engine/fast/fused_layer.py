@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hf_spec.engine.fast.layer_tracing import LayerCall, ResultForm, library, traced_layer
 from hf_spec.engine.forward.step import NOT_PASSED, PackedStep
@@ -46,7 +46,7 @@ def fuse_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall)
     from torch import _inductor
 
     _define_attention()
-    traced = traced_layer(layer, weights, call, nullcontext())
+    traced = traced_layer(layer, weights, call, _linear)
     run: Any = _inductor.compile(traced.module, list(traced.inputs), options=OPTIONS)
     # Generated code is not checked when it is called.
     traced.check_lengths()
@@ -89,6 +89,12 @@ class FusedLayer:
             # The step holds keys and values.
             _running.layer = None
         return self._function.form.filled(tensors)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    """`F.linear` on a matrix: on three axes, some versions trace it for one number of tokens."""
+    result = F.linear(input.flatten(0, -2), weight, bias)
+    return result.view(*input.shape[:-1], weight.shape[0])
 
 
 def _attend(  # noqa: PLR0913 - the arguments of the operation

@@ -11,7 +11,7 @@ import copy
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from operator import is_
@@ -219,13 +219,17 @@ def library() -> torch.library.Library:
     return defined
 
 
-class _LinearOperations(TorchFunctionMode):
-    """Traces `F.linear` as `hf_spec::multiply`."""
+class _LinearAs(TorchFunctionMode):
+    """Traces `F.linear` as another function."""
+
+    def __init__(self, linear: Callable[..., Tensor]):
+        super().__init__()
+        self._linear = linear
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return (_multiply if func is F.linear else func)(*args, **(kwargs or {}))
+        return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
 
 
 def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
@@ -241,7 +245,7 @@ def compile_layer(
     Raises:
         Exception: `SourceError`, `BuildError`, or any error of PyTorch's tracing tools.
     """
-    traced = traced_layer(layer, weights, call, _LinearOperations())
+    traced = traced_layer(layer, weights, call, _multiply)
     source = layer_source(traced.module.graph, len(weights))
     return LayerFunction(build_layer(source.text), source, traced.form)
 
@@ -250,9 +254,9 @@ def traced_layer(
     layer: nn.Module,
     weights: Mapping[str, Tensor],
     call: LayerCall,
-    operations: AbstractContextManager[Any],
+    linear: Callable[..., Tensor],
 ) -> TracedLayer:
-    """Trace the calls of one kind, inside the context `operations`; attention is `attend`.
+    """Trace the calls of one kind; `linear` stands for `F.linear`, and attention is `attend`.
 
     Raises:
         Exception: `SourceError`, or any error of PyTorch's tracing tools.
@@ -270,7 +274,7 @@ def traced_layer(
     def run(*tensors: Tensor) -> list[Tensor]:
         step = TracedStep(torch.ops.hf_spec.attend)
         args, kwargs = call.with_tensors(iter(tensors[len(weights) :]), step)
-        with operations:
+        with _LinearAs(linear):
             named = dict(zip(weights, tensors, strict=False))
             returned[:] = [functional_call(copied, named, args, kwargs)]
         return [part for part in as_tuple(returned[0]) if isinstance(part, Tensor)]
