@@ -4,8 +4,8 @@
 `models/` supplies what single architectures need, `fast/` accelerates the steps. The same class
 runs the target and draft models. `forward` runs whatever is not stored yet (see `RowStorage`), so
 the prompt, a reused cache, a draft model that has to catch up and a draft tree that grows level by
-level use one mechanism. A prompt shares its first forward pass with the first draft and with the
-drafts of the other rows.
+level use one mechanism. A short prompt shares its forward pass with the first draft and with the
+drafts of the other rows; a long one runs before them, by the attention of prompts.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.fast.greedy_head import GreedyHead
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.engine.fast.torch_compile import original_forwards
+from hf_spec.engine.forward.attention_span import STEP_TOKENS
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import PoolCache
 from hf_spec.engine.forward.node_tokens import DeviceTokens, VirtualTokens
@@ -44,8 +45,8 @@ from hf_spec.engine.models.latent_kv import expanded
 from hf_spec.engine.models.recurrent_layers import mixers_of, num_attention_layers
 from hf_spec.engine.models.recurrent_state import RecurrentMixers
 
-# A long prompt runs in chunks of this many tokens per row, which bounds masks and activations.
-PREFILL_CHUNK = 1024
+# A prompt runs in chunks of this many tokens per row, which bounds masks and activations.
+PREFILL_CHUNK = 2048
 
 
 class ModelRunner:
@@ -194,7 +195,8 @@ class ModelRunner:
         wanted = range(tree.num_nodes) if nodes is None else nodes
         work = self.rows.plan(tree, sequences, wanted)
         earlier: list[ForwardOutput] = []
-        while long := [w for w in work if len(w.pending) > PREFILL_CHUNK]:
+        longest = STEP_TOKENS if self._attention else PREFILL_CHUNK
+        while long := [w for w in work if len(w.pending) > longest]:
             chunks = [
                 replace(w, pending=w.pending[:PREFILL_CHUNK], nodes=[], offsets=[], width=0)
                 for w in long

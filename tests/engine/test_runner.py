@@ -132,6 +132,7 @@ def test_a_long_prompt_in_stretches_is_the_same(
     model = tiny_models.build(name)
     tree = DraftTree.from_rows(TREE)
     monkeypatch.setattr(runner_module, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(runner_module, "STEP_TOKENS", 4)
     rows = sequences()
     with ModelRunner(model, 4, batching=batching).active() as runner:
         output = runner.forward(tree, rows)

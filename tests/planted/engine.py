@@ -20,16 +20,35 @@ MUTANTS = (
         "a sliding window shows one key too many",
         area="attention masks",
         file="hf_spec/engine/forward/attention_span.py",
-        old="else position - limit + 1",
-        new="else position - limit",
+        old="return position - window + 1 if",
+        new="return position - window if",
         tests=("tests/engine/forward/test_attention_span.py::test_a_window_counts_positions",),
+    ),
+    Mutant(
+        "a later part of a prompt does not see the parts before it",
+        area="attention masks",
+        file="hf_spec/engine/forward/sdpa_attention.py",
+        old="only_causal = segment.num_tokens == segment.num_keys and",
+        new="only_causal =",
+        tests=(
+            "tests/engine/forward/test_sdpa_attention.py"
+            "::test_a_prompt_attends_in_blocks_as_token_by_token",
+        ),
+    ),
+    Mutant(
+        "a draft runs in the forward pass of a long prompt",
+        area="attention masks",
+        file="hf_spec/engine/runner.py",
+        old="longest = STEP_TOKENS if self._attention else PREFILL_CHUNK",
+        new="longest = PREFILL_CHUNK",
+        tests=("tests/engine/fast/test_layer_call.py::test_prompts_run_compiled_as_steps_do",),
     ),
     Mutant(
         "a chunk is a sliding window",
         area="attention masks",
         file="hf_spec/engine/forward/attention_span.py",
-        old="position - position % chunk if chunk",
-        new="position - chunk + 1 if chunk",
+        old="return position - position % chunk",
+        new="return position - chunk + 1",
         tests=(
             "tests/engine/forward/test_attention_span.py"
             "::test_a_chunk_begins_anew_at_its_multiples",

@@ -54,6 +54,7 @@ class TestTextFeatures:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(runner, "PREFILL_CHUNK", 4)
+        monkeypatch.setattr(runner, "STEP_TOKENS", 4)
         found = text_features(model, responses[:3])
         for response, states in zip(responses, found, strict=False):
             torch.testing.assert_close(states, plain(model, response), atol=1e-5, rtol=1e-4)

@@ -172,7 +172,8 @@ class StepGraphs:
         """Return the tensors on the device, sent in one transfer with the layout of the step."""
         hosted = [t for t in tensors if t.device.type == "cpu"]
         device = self._device
-        sent = iter(step.send(device, *hosted) if self._kernels else send(hosted, device))
+        kernels = self._kernels and not step.has_prompt
+        sent = iter(step.send(device, *hosted) if kernels else send(hosted, device))
         return [next(sent) if t.device.type == "cpu" else t for t in tensors]
 
     def clear(self) -> None:

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# Chains of up to so many tokens attend like a draft tree.
+STEP_TOKENS = 512
+
 
 @dataclass
 class Segment:
@@ -35,6 +38,7 @@ class Segment:
             smaller number gives the same result more slowly.
         first_position: position of the first key.
         cache_indices: index in the slot where each token is stored; empty if none is stored.
+        is_chain: True if the tokens are the last keys, and each attends to all keys up to its own.
     """
 
     slot: int
@@ -48,12 +52,18 @@ class Segment:
     prefix: int = 0
     first_position: int = 0
     cache_indices: Sequence[int] = ()
+    is_chain: bool = False
     _masks: dict[object, Tensor | None] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the segment."""
         return self.end - self.start
+
+    @property
+    def is_prompt(self) -> bool:
+        """True for a chain that is too long for the attention of steps."""
+        return self.is_chain and self.num_tokens > STEP_TOKENS
 
     def moved(self, slot: int, start: int) -> Segment:
         """Return the same segment for an equal row in another slot, from token `start` on."""
@@ -100,14 +110,25 @@ class Segment:
         # A limit beyond the last position hides no key.
         limit = chunk or window
         if limit is not None and self.last_position >= limit:
-            position = self.position[:, None]
-            first = position - position % chunk if chunk else position - limit + 1
+            first = first_visible(self.position[:, None], window, chunk)
             inside = self.key_position[None, :] >= first
             visible = inside if visible is None else visible & inside
         if visible is None:
             return None
-        mask = torch.zeros(visible.shape, dtype=like.dtype, device=visible.device)
-        return mask.masked_fill_(~visible, float("-inf")).to(like.device).repeat(groups, 1)
+        return additive_mask(visible, like.dtype).to(like.device).repeat(groups, 1)
+
+
+def first_visible(position: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    """Return the first position that tokens at `position` attend to; it may be negative."""
+    if chunk:
+        return position - position % chunk
+    return position - window + 1 if window else torch.zeros_like(position)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores: 0 where a key is visible, -inf elsewhere."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, float("-inf"))
 
 
 def span(indices: Sequence[int]) -> slice | Tensor:

@@ -184,7 +184,8 @@ class PaddedWork(RowWork):
 def _without_prefix(segment: Segment, tail: Tensor, seen: Tensor) -> Segment:
     """Return the segment with all its keys given one by one: gaps may be anywhere."""
     first = int(tail[0])
-    return replace(segment, prefix=0, tail_position=tail, seen=seen, first_position=first)
+    segment = replace(segment, prefix=0, first_position=first, is_chain=False)
+    return replace(segment, tail_position=tail, seen=seen)
 
 
 def fill_up(work: Sequence[PaddedWork], idle: Sequence[PaddedWork]) -> list[PaddedWork]:

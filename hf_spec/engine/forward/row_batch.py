@@ -122,6 +122,7 @@ class RowWork:
             seen=None if count == 1 else torch.ones(count, count, dtype=torch.bool).tril()[:, 1:],
             prefix=self.stored + 1,
             cache_indices=range(self.root_index - count, self.root_index),
+            is_chain=True,
         )
 
     def _tree_segment(self, tree: DraftTree, start: int) -> Segment:

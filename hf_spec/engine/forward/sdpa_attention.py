@@ -1,4 +1,4 @@
-"""Attention of a packed step by PyTorch's SDPA, for steps that no kernel supports.
+"""Attention of a packed step by PyTorch's SDPA, for prompts and for steps that no kernel supports.
 
 Rows of a batch are often equal, above all in their first forward pass: same number of keys and new
 tokens, same tree. The overhead of small steps is the number of calls, so equal rows share one.
@@ -15,10 +15,12 @@ from hf_spec_kernels import Scoring
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_spec.engine.forward.attention_span import Segment, span
+from hf_spec.engine.forward.attention_span import Segment, additive_mask, first_visible, span
 
 # Rows that share a call have their keys copied; for more keys the copy costs more than a call.
 MAX_COPIED_KEYS = 64
+# Queries of a prompt that share a mask.
+BLOCK = 1024
 
 # Slot and index expressions of a write, see `write_target`.
 WriteTarget = tuple[int, slice] | tuple[Tensor, Tensor]
@@ -55,8 +57,8 @@ def group_segments(segments: Iterable[Segment]) -> list[SegmentGroup]:
     return [SegmentGroup.of(members) for members in groups.values()]
 
 
-def write_target(slot_mapping: Tensor) -> WriteTarget:
-    """Return how to index a buffer for a (2, T) slot mapping.
+def write_target(slot_mapping: Tensor, device: torch.device) -> WriteTarget:
+    """Return how to index a buffer on a device for a (2, T) slot mapping on the host.
 
     An integer and a slice if one row stores all tokens at consecutive indices, which `store` copies
     without a scatter; otherwise the (T,) slots and (T,) indices.
@@ -65,7 +67,8 @@ def write_target(slot_mapping: Tensor) -> WriteTarget:
     entries = span(indices)
     if isinstance(entries, slice) and len(set(slots)) == 1:
         return slots[0], entries
-    return slot_mapping[0], slot_mapping[1]
+    mapping = slot_mapping.to(device)
+    return mapping[0], mapping[1]
 
 
 def store(target: WriteTarget, states: Tensor, buffer: Tensor) -> None:
@@ -76,8 +79,7 @@ def store(target: WriteTarget, states: Tensor, buffer: Tensor) -> None:
         _part(_part(buffer, 0, slots, 1), 2, indices.start, states.shape[2]).copy_(states)
     else:
         assert isinstance(slots, Tensor), "indices come with a slot each"
-        index = slots.to(buffer.device), slice(None), indices.to(buffer.device)
-        buffer[index] = states[0].transpose(0, 1).to(buffer.dtype)
+        buffer[slots, :, indices] = states[0].transpose(0, 1).to(buffer.dtype)
 
 
 def attend(
@@ -98,6 +100,8 @@ def _attend_group(
 ) -> Tensor:
     """Attend for the (1, H, n * L, D) queries of a group of n rows, as (n * L, H, Dv)."""
     segment, (_, num_heads, total, width) = group.first, query.shape
+    if segment.is_prompt:
+        return _attend_prompt(group, query, keys, values, scoring)
     kv_heads, length = keys.shape[1], segment.num_tokens
     folded, num_rows = num_heads // kv_heads, total // length
     if num_rows > 1:
@@ -114,6 +118,48 @@ def _attend_group(
     # Contiguous, since models call `view` on the result. Under autocast the states of a layer may
     # have another dtype than its buffers.
     return by_token.reshape(total, num_heads, -1).to(query.dtype)
+
+
+def _attend_prompt(
+    group: SegmentGroup, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
+) -> Tensor:
+    """Attend for the (1, H, L, D) queries of a prompt, as (L, H, Dv)."""
+    segment, copies = group.first, query.shape[1] // keys.shape[1]
+    keys, values = (
+        _part(_of_slots(buffer, group.slots), 2, 0, segment.num_keys) for buffer in (keys, values)
+    )
+    limit = scoring.chunk or scoring.window
+    is_limited = limit is not None and segment.last_position >= limit
+    only_causal = segment.num_tokens == segment.num_keys and not is_limited
+    if only_causal and scoring.softcap is None and scoring.sinks is None:
+        attended = F.scaled_dot_product_attention(
+            query, keys, values, is_causal=True, scale=scoring.scale, enable_gqa=copies > 1
+        )
+    else:
+        keys, values = (buffer.repeat_interleave(copies, dim=1) for buffer in (keys, values))
+        blocks = query.split(BLOCK, dim=2)
+        firsts = range(segment.num_keys - segment.num_tokens, segment.num_keys, BLOCK)
+        parts = (
+            _attend_block(first, block, keys, values, scoring)
+            for first, block in zip(firsts, blocks, strict=True)
+        )
+        attended = torch.cat(list(parts), dim=2)
+    # As in a draft tree, see above.
+    return attended[0].transpose(0, 1).contiguous().to(query.dtype)
+
+
+def _attend_block(
+    first: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
+) -> Tensor:
+    """Attend with the queries of a chain from position `first` on, to the keys they may see."""
+    device, end = query.device, first + query.shape[2]
+    position = torch.arange(first, end)[:, None]
+    earliest = first_visible(position, scoring.window, scoring.chunk).clamp(min=0)
+    begin = int(earliest[0])
+    key_position = torch.arange(begin, end, device=device)
+    visible = (key_position <= position.to(device)) & (key_position >= earliest.to(device))
+    keys, values = (_part(buffer, 2, begin, end - begin) for buffer in (keys, values))
+    return _attend(query, keys, values, additive_mask(visible, query.dtype), scoring)
 
 
 def _of_slots(buffer: Tensor, slots: slice | Tensor) -> Tensor:

@@ -115,6 +115,7 @@ class PackedStep:
     written: dict[int, nn.Module] = field(default_factory=dict)
     layer_calls: list[Any] = field(default_factory=list)
     _layouts: dict[torch.device, tuple[RaggedLayout, Tensor]] = field(default_factory=dict)
+    _targets: dict[torch.device, WriteTarget] = field(default_factory=dict)
 
     @classmethod
     def of_layout(
@@ -141,9 +142,15 @@ class PackedStep:
         return group_segments(self.segments)
 
     @cached_property
-    def target(self) -> WriteTarget:
-        """Index expressions that SDPA steps store keys and values at."""
-        return write_target(self.slot_mapping)
+    def has_prompt(self) -> bool:
+        """True if one of its segments is a prompt."""
+        return any(segment.is_prompt for segment in self.segments)
+
+    def target(self, device: torch.device) -> WriteTarget:
+        """Return index expressions that SDPA steps store keys and values at, on a device."""
+        if device not in self._targets:
+            self._targets[device] = write_target(self.slot_mapping, device)
+        return self._targets[device]
 
     @cached_property
     def on_host(self) -> tuple[RaggedLayout, Tensor]:
@@ -172,9 +179,9 @@ class PackedStep:
 
     @cached_property
     def addresses(self) -> tuple[int, int] | None:
-        """Addresses of layout and slot mapping for the C++ kernels; None if those do not run."""
+        """Addresses of layout and slot mapping for compiled layers; None if they do not run."""
         buffer = next(iter(self.pool.keys.values()))
-        if implementation(buffer, buffer) != "cpp":
+        if self.has_prompt or implementation(buffer, buffer) != "cpp":
             return None
         layout, slot_mapping = self.layout(buffer.device)
         return ctypes.addressof(layout.addresses), slot_mapping.data_ptr()

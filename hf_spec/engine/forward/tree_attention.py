@@ -94,13 +94,13 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     spec_step.written[layer_index] = module
     traits = spec_step.traits_of(module)
     keys, values = spec_step.pool.layer(traits.storage, key, value)
-    kernel = select_kernel(spec_step, query, values)
-    if traits.storage == layer_index:
-        _store(spec_step, kernel, (key, value), (keys, values))
     window = traits.window_of(kwargs.get("sliding_window", NOT_PASSED))
     scoring = _scoring(scaling, window, softcap, traits.chunk)
     if s_aux is not None:
         scoring = replace(scoring, sinks=s_aux.float())
+    kernel = select_kernel(spec_step, query, values, scoring)
+    if traits.storage == layer_index:
+        _store(spec_step, kernel, (key, value), (keys, values))
     return _attend(spec_step, kernel, query, (keys, values), scoring), None
 
 
@@ -115,11 +115,21 @@ def attend_stored(
     step: PackedStep, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
 ) -> Tensor:
     """Attend with (1, H, T, D) queries to a layer's buffers, as (1, T, H, Dv); store nothing."""
-    return _attend(step, select_kernel(step, query, values), query, (keys, values), scoring)
+    kernel = select_kernel(step, query, values, scoring)
+    return _attend(step, kernel, query, (keys, values), scoring)
 
 
-def select_kernel(step: PackedStep, query: Tensor, values: Tensor) -> str | None:
-    """Return the kernel implementation that runs a step, or None for SDPA on its segments."""
+def select_kernel(
+    step: PackedStep, query: Tensor, values: Tensor, scoring: Scoring | None = None
+) -> str | None:
+    """Return the kernel implementation that runs a step, or None for SDPA on its segments.
+
+    SDPA runs prompts faster, unless it would have to compute all scores one by one.
+    """
+    scoring = scoring or Scoring()
+    plain = scoring.softcap is None and scoring.sinks is None
+    if step.has_prompt and plain and query.shape[-1] == values.shape[-1]:
+        return None
     name = implementation(query, values)
     # Without segments, or with bits that only the device has, a step exists as a layout only.
     needs_layout = not step.segments or step.sees is not None
@@ -150,7 +160,7 @@ def _store(
     """Write (1, H_kv, T, D) keys and values into the buffers of their layer."""
     if kernel is None:
         for states, buffer in zip(new, buffers, strict=True):
-            store(step.target, states, buffer)
+            store(step.target(buffer.device), states, buffer)
         return
     (key, value), (keys, values) = new, buffers
     _, slot_mapping = step.layout(key.device)

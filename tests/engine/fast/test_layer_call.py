@@ -19,6 +19,7 @@ from hf_spec.backend.cpu.packed_gemm import rounded_rows
 from hf_spec.backend.cpu.packed_weights import clear_cpu_packing, packed_weights_of, set_cpu_packing
 from hf_spec.engine.fast import layer_call as bound_program
 from hf_spec.engine.fast.layer_call import BoundLayer
+from hf_spec.engine.forward.attention_span import STEP_TOKENS
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
 from tests import tiny_models
@@ -101,8 +102,13 @@ def test_prompts_run_compiled_as_steps_do(target: Any, ran: list[bool]) -> None:
     """Otherwise the bits of a token depended on what else is in the forward."""
     runner = ModelRunner(target, 1)
     with torch.no_grad(), runner.active():
-        runner.forward(DraftTree.from_rows([([5], [-1])]), [[5] * 900])
-    assert ran == [True] * 3
+        runner.forward(DraftTree.from_rows([([5], [-1])]), [[5] * (STEP_TOKENS + 1)])
+        assert ran == [True] * 3
+        # A longer one runs by itself, so that its attention is that of no draft.
+        runner.restart(0)
+        ran.clear()
+        runner.forward(DraftTree.from_rows([([5], [-1])]), [[5] * (STEP_TOKENS + 2)])
+    assert ran == [False] * 3 + [True] * 3
 
 
 def test_threads_run_one_layer_on_pools_of_their_own(target: Any) -> None:

@@ -94,6 +94,7 @@ def test_stretches_of_a_prompt_give_the_hidden_states_of_the_whole(
 
     whole = run()
     monkeypatch.setattr(runner_module, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(runner_module, "STEP_TOKENS", 4)
     parts = run()
     torch.testing.assert_close(parts.logits, whole.logits, atol=1e-4, rtol=1e-4)
     assert [len(parts.pending[row]) for row in (0, 1)] == [10, 3]

@@ -9,7 +9,7 @@ import torch
 from hf_spec_kernels import Scoring
 from torch.nn import functional as F
 
-from hf_spec.engine.forward import sdpa_attention
+from hf_spec.engine.forward import attention_span, sdpa_attention
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kernel_layout import slot_mapping
 from hf_spec.engine.forward.kv_pool import KVPool
@@ -25,6 +25,7 @@ from hf_spec.engine.forward.sdpa_attention import (
 )
 from hf_spec.engine.forward.step import PackedStep
 
+CPU = torch.device("cpu")
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 FORK = ([8, 20, 21], [-1, 0, 0])
 TREE = DraftTree.from_rows([FORK, FORK, ([8, 20, 21], [-1, 0, 1]), FORK])
@@ -33,6 +34,8 @@ SCORINGS = {
     "window": Scoring(window=3),
     "softcap": Scoring(softcap=1.5),
     "sinks": Scoring(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "chunk": Scoring(chunk=4),
+    "softcap and window": Scoring(softcap=1.5, window=3),
 }
 
 
@@ -84,7 +87,7 @@ def test_together_they_attend_as_each_alone(name: str) -> None:
     keys.normal_()
     values.normal_()
     step = PackedStep(pool, inputs.segments)
-    store(step.target, new, keys)
+    store(step.target(CPU), new, keys)
     apart = [group for segment in inputs.segments for group in group_segments([segment])]
     assert len(apart) > len(step.groups)
     scoring = SCORINGS[name]
@@ -97,9 +100,9 @@ def test_states_are_stored_as_if_written_row_by_row() -> None:
     step = PackedStep(KVPool(4), inputs.segments)
     states = torch.randn(1, KV_HEADS, len(inputs.tokens), WIDTH)
     joint, apart = (torch.zeros(4, KV_HEADS, 16, WIDTH) for _ in range(2))
-    store(step.target, states, joint)
+    store(step.target(CPU), states, joint)
     for segment in inputs.segments:
-        target = write_target(slot_mapping([(segment.slot, segment.cache_indices)]))
+        target = write_target(slot_mapping([(segment.slot, segment.cache_indices)]), CPU)
         assert isinstance(target[1], slice)
         store(target, states[:, :, segment.start : segment.end], apart)
     assert torch.equal(joint, apart)
@@ -112,7 +115,7 @@ def test_states_of_another_dtype_are_taken() -> None:
     step = PackedStep(KVPool(4), inputs.segments)
     states = torch.randn(1, HEADS, len(inputs.tokens), WIDTH)
     buffer = torch.zeros(4, KV_HEADS, 16, WIDTH, dtype=torch.bfloat16)
-    store(step.target, states[:, :KV_HEADS], buffer)
+    store(step.target(CPU), states[:, :KV_HEADS], buffer)
     assert bool(buffer.any())
     with torch.autocast("cpu", torch.bfloat16):
         assert attend(step.groups, states, buffer, buffer, Scoring()).dtype == torch.float32
@@ -141,6 +144,33 @@ def test_a_level_of_one_row_is_stored_where_its_nodes_are() -> None:
     work = RowWork(1, 5, [], list(TREE.nodes(1))[::2], [0, 2], 3)
     step = PackedStep(KVPool(4), pack([work], TREE).segments)
     states, buffer = torch.randn(1, KV_HEADS, 2, WIDTH), torch.zeros(4, KV_HEADS, 16, WIDTH)
-    store(step.target, states, buffer)
+    store(step.target(CPU), states, buffer)
     assert torch.equal(buffer[1, :, [5, 7]], states[0])
     assert int(buffer.any(dim=-1).sum()) == 2 * KV_HEADS
+
+
+@pytest.mark.parametrize("name", SCORINGS)
+@pytest.mark.parametrize("stored", [0, 5])
+def test_a_prompt_attends_in_blocks_as_token_by_token(
+    name: str, stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a short row, and where the last block is not full."""
+    tree = DraftTree.from_rows([([8], [-1]), ([8], [-1])])
+    work = [RowWork(0, stored, [*range(11)], [0], [0], 1), RowWork(1, 3, [7], [1], [0], 1)]
+    step = PackedStep(KVPool(2), pack(work, tree).segments)
+    torch.manual_seed(0)
+    query, keys = torch.randn(1, HEADS, 14, WIDTH), torch.randn(2, KV_HEADS, 32, WIDTH)
+    values = torch.randn(2, KV_HEADS, 32, WIDTH // 2)
+    expected = attend(step.groups, query, keys, values, SCORINGS[name])
+    monkeypatch.setattr(attention_span, "STEP_TOKENS", 10)
+    monkeypatch.setattr(sdpa_attention, "BLOCK", 4)
+    assert [segment.is_prompt for segment in step.segments] == [True, False, False, False]
+    found = attend(step.groups, query, keys, values, SCORINGS[name])
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_prompt_with_gaps_attends_by_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_span, "STEP_TOKENS", 1)
+    indices = [0, 1, 2, 3, 5]
+    work = PaddedWork(0, 5, [3, 4], [0], [0], 1, stored_indices=indices, first_index=6)
+    assert not any(segment.is_prompt for segment in work.segments(TREE))

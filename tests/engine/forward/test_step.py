@@ -40,7 +40,7 @@ def test_every_form_is_derived_from_the_segments() -> None:
     expected = [segment_slot_mapping(segments), *tensors_of(ragged_layout(segments))]
     assert all(map(torch.equal, host_tensors(step), expected))
     assert [g.first for g in step.groups] == [g.first for g in group_segments(segments)]
-    slots, indices = step.target
+    slots, indices = step.target(CPU)
     assert isinstance(slots, Tensor)
     assert isinstance(indices, Tensor)
     assert torch.equal(torch.stack([slots, indices]), step.slot_mapping)

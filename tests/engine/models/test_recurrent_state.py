@@ -107,6 +107,7 @@ def test_going_on_from_paths_shorter_than_the_longest(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_long_prompt_runs_in_stretches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_spec.engine.runner.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("hf_spec.engine.runner.STEP_TOKENS", 5)
     model, tree = build(name), DraftTree.from_rows(TREE)
     with ModelRunner(model, 4).active() as runner:
         output = runner.forward(tree, sequences())

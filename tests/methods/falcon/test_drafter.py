@@ -228,6 +228,7 @@ class TestDrafts:
 
     def test_prompts_run_in_stretches(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(runner_module, "PREFILL_CHUNK", 4)
+        monkeypatch.setattr(runner_module, "STEP_TOKENS", 4)
         head = random_head("llama", 3)
         with watch_drafts() as seen:
             generate("llama", "ragged", head, 6, tree=BUSHY.paths)

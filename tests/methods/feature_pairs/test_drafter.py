@@ -151,6 +151,7 @@ def test_long_prompts_are_fed_in_stretches(
     """At the end of a stretch the next token is the prompt's."""
     monkeypatch.setattr(pair_runner, "FEED_CHUNK", 5)
     monkeypatch.setattr("hf_spec.engine.runner.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("hf_spec.engine.runner.STEP_TOKENS", 7)
     config = EagleConfig(tree="chain", max_draft_tokens=2)
     generate("eagle3", config, input_ids=repetitive_prompt(21), max_new_tokens=4)
     reference = sample("eagle3").reference()
