@@ -223,8 +223,8 @@ MUTANTS = (
         "a call under autocast runs compiled",
         area="compiled layers",
         file="hf_spec/engine/fast/compiled_layers.py",
-        old='other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")',
-        new="other = torch.is_grad_enabled()",
+        old="or torch.is_autocast_enabled(binding.device)",
+        new="",
         tests=(
             "tests/engine/fast/test_compiled_layers.py"
             "::test_autocast_that_begins_inside_the_model_is_left_alone",
