@@ -587,14 +587,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "attention in fused layers ignores the window",
-        area="compiled layers",
-        file="hf_spec/engine/fast/fused_layer.py",
-        old='passed = {} if window == NOT_PASSED else {"sliding_window": window}',
-        new='passed = {} if window == NOT_PASSED else {"sliding_window": None}',
-        tests=("tests/engine/fast/test_fused_layer.py",),
-    ),
-    Mutant(
         "code of torch.compile runs during a generation",
         area="CUDA graphs",
         file="hf_spec/engine/runner.py",

@@ -231,6 +231,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "attention in fused layers ignores the window",
+        area="compiled layers",
+        file="hf_spec/engine/fast/fused_layer.py",
+        old='passed = {} if window == NOT_PASSED else {"sliding_window": window}',
+        new='passed = {} if window == NOT_PASSED else {"sliding_window": None}',
+        tests=("tests/engine/fast/test_fused_layer.py",),
+    ),
+    Mutant(
         "weights that change in place are not packed again",
         area="packed weights",
         file="hf_spec/engine/fast/packed_linear.py",
