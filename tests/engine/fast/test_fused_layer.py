@@ -17,7 +17,7 @@ from hf_spec.engine.fast.fused_layer import FusedLayer, fuse_layer
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
-# Windows in some layers or passed by all, a cap, norms of heads, positions in an embedding, biases.
+# Windows in some layers or in all, a cap, norms of heads, positions in an embedding, biases.
 MODELS = ["llama", "gemma2", "gemma3", "mistral_sliding", "opt", "gpt_neox", "olmo2", "qwen3"]
 
 
