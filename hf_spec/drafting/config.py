@@ -34,7 +34,7 @@ class StrategyConfig:
         batching: which parts of a batch are padded: "unpadded" for none; for comparison
             "unpadded_kv", "unpadded_input" and "padded" (see
             `hf_spec.engine.forward.padded_batching`).
-        compile: whether to compile the layers of target and drafter for this call, on a CPU.
+        compile: whether to compile the layers of target and drafter for this call.
             Default: the setting of `hf_spec.compile` for each model.
     """
 

@@ -1,4 +1,4 @@
-"""`hf_spec.compile`: compile the decoder layers of a model on a CPU."""
+"""`hf_spec.compile`: compile the decoder layers of a model."""
 
 from __future__ import annotations
 
@@ -37,12 +37,16 @@ class CompileReport:
 
 
 def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa: A001 - as torch's
-    """Compile the decoder layers of a model on a CPU, for all later speculative calls.
+    """Compile the decoder layers of a model, for all later speculative calls.
 
-    Each layer becomes C++, built by the machine's compiler. Greedy output stays that of plain
-    `generate()` up to ties, since compiled layers add in another order. Compiled layers are dropped
-    with the model, and plain `generate()` does not use them. Layers that cannot be compiled run as
-    before; the log and `refused` name the reasons.
+    On a CPU each layer becomes C++, built by the machine's compiler, in float32 and bfloat16. On a
+    CUDA device PyTorch's Inductor fuses the small operations of a layer between its linear layers
+    and its attention, in float32, bfloat16, and float16; it needs Triton. Layers on other devices,
+    and layers with 4-bit weights on a GPU, are not compiled.
+
+    Greedy output stays that of plain `generate()` up to ties, since compiled layers add in another
+    order. Compiled layers are dropped with the model, and plain `generate()` does not use them.
+    Layers that cannot be compiled run as before; the log and `refused` name the reasons.
 
     Whatever a layer reads in Python is constant in a compiled layer: attributes, configs,
     functions, class attributes, globals of the modeling file. All of it is checked before every
@@ -51,7 +55,7 @@ def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa:
     library are not checked.
 
     Args:
-        model: a target or draft model on a CPU, in evaluation mode.
+        model: a target or draft model on a CPU or a CUDA device, in evaluation mode.
         mode: "on", or "off" to run its layers uncompiled again.
     """
     if mode not in MODES:

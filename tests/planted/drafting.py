@@ -164,6 +164,29 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "the time of a step that captures a CUDA graph is learned",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/round_timer.py",
+        old="self._clock.seconds(done.sent, done.verified) if done.settled else None",
+        new="self._clock.seconds(done.sent, done.verified)",
+        tests=(
+            "tests/backend/device/test_captured_graphs.py"
+            "::test_length_policies_learn_the_times_of_replays",
+            "tests/drafting/cost_model/test_round_timer.py",
+        ),
+    ),
+    Mutant(
+        "steps that run before a capture count as replays",
+        area="cost model",
+        file="hf_spec/engine/fast/cuda_graphs.py",
+        old="settles = shape.graph is None and shape.uses <= WARM_UPS",
+        new="settles = shape.graph is None and shape.uses == WARM_UPS",
+        tests=(
+            "tests/backend/device/test_captured_graphs.py"
+            "::test_length_policies_learn_the_times_of_replays",
+        ),
+    ),
+    Mutant(
         "a drafted level that was rejected counts as accepted",
         area="cost model",
         file="hf_spec/drafting/cost_model/acceptance_stats.py",

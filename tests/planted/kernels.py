@@ -223,12 +223,20 @@ MUTANTS = (
         "a call under autocast runs compiled",
         area="compiled layers",
         file="hf_spec/engine/fast/compiled_layers.py",
-        old='other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")',
-        new="other = torch.is_grad_enabled()",
+        old="or torch.is_autocast_enabled(binding.device)",
+        new="",
         tests=(
             "tests/engine/fast/test_compiled_layers.py"
             "::test_autocast_that_begins_inside_the_model_is_left_alone",
         ),
+    ),
+    Mutant(
+        "attention in fused layers ignores the window",
+        area="compiled layers",
+        file="hf_spec/engine/fast/fused_layer.py",
+        old='passed = {} if window == NOT_PASSED else {"sliding_window": window}',
+        new='passed = {} if window == NOT_PASSED else {"sliding_window": None}',
+        tests=("tests/engine/fast/test_fused_layer.py",),
     ),
     Mutant(
         "weights that change in place are not packed again",

@@ -145,8 +145,8 @@ def decode(case: Case, model: Any, drafter: Drafter, gpu: FakeGpu) -> Counts:
         for runner in vars(drafter).values():
             graphs = getattr(runner, "_graphs", None)
             captures += graphs.captures if graphs is not None else 0
-    columns = [float(median(column)) for column in zip(*found, strict=True)]
-    return Counts(*columns, captures, rounds)
+    launches, waited, sends, sent, fetched = (float(median(c)) for c in zip(*found, strict=True))
+    return Counts(launches, waited, sends, sent, fetched, captures, rounds)
 
 
 def measure(name: str) -> Counts:

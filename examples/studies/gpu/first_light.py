@@ -1,9 +1,10 @@
-"""The first minutes on a GPU: what runs, whether it is right, what a round costs, and where.
+"""First minutes on a GPU: is the output correct, and what do rounds and kernels cost?
 
-Run from a checkout as `python -m examples.studies.gpu.first_light --help` says. No network and no
-installation beyond the package with its tests. Every part is a process with a time limit, and none
-stops the others; results are JSON files and a log in one folder. `--dry-run` tries everything out
-on a CPU in small.
+Run from a checkout, see `python -m examples.studies.gpu.first_light --help`. It needs no network
+and only the package with its tests. Every part is a process with a time limit, and no failure stops
+the other parts. The parts form three groups of at most ten minutes each; `--group` runs one of
+them, where a GPU is available for that long only. Results are JSON files and a log in one folder.
+`--dry-run` tries everything out on a CPU with small sizes.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ import torch
 
 from hf_spec.common.files import write_json
 
-MEASURED = [sys.executable, "-m", "examples.studies.gpu.rounds"]
-PROMPTS = (
-    "Count the words of this line, then say them in reverse order, twice.",
-    "Copy this text word by word and put a comma after every word of it.",
-)
+PYTEST = [sys.executable, "-m", "pytest", "-q"]
+ROUNDS = [sys.executable, "-m", "examples.studies.gpu.rounds"]
+ATTENTION = [sys.executable, "-m", "examples.studies.kernels.tree_attention"]
+# Files that run all architectures and strategies on the device of HF_SPEC_TEST_DEVICE.
+IDENTITY = ["tests/test_identity.py", "tests/test_batches.py"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command that must end within some seconds; of `environment` what it adds."""
+    """A command with a time limit in seconds and additional environment variables."""
 
     name: str
     seconds: int
@@ -38,40 +39,53 @@ class Part:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def parts(out: Path, model: Path, dry: bool) -> list[Part]:
-    """What is run, in this order: right before fast, and what matters most first."""
-    python, small = sys.executable, ["--dry-run"] if dry else []
+def groups(out: Path, dry: bool) -> dict[str, list[Part]]:
+    """Return the parts by group, in the order in which they run.
+
+    Groups take at most ten minutes each, and measurements that may run out of time come last.
+    """
+    small = ["--dry-run"] if dry else []
     device, dtype = ("cpu", "float32") if dry else ("cuda", "bfloat16")
-    there = ["--device", device, "--dtype", dtype]
-    tests = ["tests/kernels"] if dry else ["tests"]
-    tests += ["--collect-only"] if dry else ["--junitxml", str(out / "tests.xml")]
-    # Trees are drafted by a part of the model itself; other drafts are right as often as told.
-    bench = ["--strategy", "none", "--strategy", "lookup", "--strategy", "tree@truncated:2"]
-    bench += ["--no-baselines", "--synthetic-acceptance", "0.8", "--profile"]
-    bench += ["--prompts", str(out / "prompts.txt"), "--out", str(out / "bench.json")]
+    folder = "tests/kernels" if dry else "tests"
     sizes = ["--nodes", "1", "8", "32", "--contexts", "512", "8192", "--repeats", "30"]
+    models = ["--model", "llama-3.1-8b", "--model", "smollm2-135m", "--batch-size", "1"]
     if dry:
-        bench += ["--max-new-tokens", "16", "--repeats", "1"]
+        models = []
         sizes = ["--nodes", "1", "4", "--contexts", "64", "--repeats", "2", "--heads", "4"]
         sizes += ["--kv-heads", "2", "--head-size", "32"]
-    else:
-        bench += ["--max-new-tokens", "128", "--batch-size", "1", "--batch-size", "2"]
-        bench += ["--compiled"]
-    attention = [python, "-m", "examples.studies.kernels.tree_attention", *sizes, *there]
-    interpreted = (("TRITON_INTERPRET", "1"),) if dry else ()
-    return [
-        Part("facts", 60, [*MEASURED, "facts", *small, "--out", str(out / "facts.json")]),
-        Part("tests", 600, [python, "-m", "pytest", "-q", "-m", "gpu", *tests]),
-        Part("fallback", 60, [*MEASURED, "fallback", *small, "--out", str(out / "fallback.json")]),
-        Part("rounds", 300, [*MEASURED, "rounds", *small, "--out", str(out / "rounds.json")]),
-        Part("folder", 60, [*MEASURED, "folder", *small, "--out", str(model)]),
-        Part("bench", 300, [python, "-m", "hf_spec", "bench", str(model), *there, *bench]),
-        Part("kernels", 200, [*attention, "--out", str(out / "kernels.json")], interpreted),
-    ]
+
+    def report(name: str) -> list[str]:
+        return ["--collect-only"] if dry else ["--junitxml", str(out / f"{name}.xml")]
+
+    def result(name: str) -> list[str]:
+        return ["--out", str(out / f"{name}.json")]
+
+    return {
+        "correct": [
+            Part("facts", 40, [*ROUNDS, "facts", *small, *result("facts")]),
+            Part("fallback", 40, [*ROUNDS, "fallback", *small, *result("fallback")]),
+            Part("tests", 340, [*PYTEST, "-m", "gpu", folder, *report("tests")]),
+            Part(
+                "identity",
+                170,
+                [*PYTEST, *IDENTITY, *report("identity")],
+                (("HF_SPEC_TEST_DEVICE", device),),
+            ),
+        ],
+        "rounds": [Part("rounds", 590, [*ROUNDS, "rounds", *small, *models, *result("rounds")])],
+        "kernels": [
+            Part(
+                "kernels",
+                200,
+                [*ATTENTION, *sizes, "--device", device, "--dtype", dtype, *result("kernels")],
+                (("TRITON_INTERPRET", "1"),) if dry else (),
+            )
+        ],
+    }
 
 
 def run(part: Part, log: Path) -> dict[str, object]:
-    """How a part ended: its status, or none where its time was over, and its seconds."""
+    """Run a part; return its exit status, None after the time limit, and its seconds."""
     start, status = time.perf_counter(), None
     path = [str(Path.cwd()), str(Path.cwd() / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
@@ -88,37 +102,32 @@ def run(part: Part, log: Path) -> dict[str, object]:
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:
-            print("== its time is over", file=lines)
+            print("== time limit", file=lines)
     return {"status": status, "seconds": time.perf_counter() - start}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; says how every part ended and writes it as JSON."""
+    """Run the parts, print the status of each, and write it as JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.studies.gpu.first_light", description=__doc__
     )
     parser.add_argument("--out", type=Path, default=Path("first_light"), help="folder of results")
     parser.add_argument(
-        "--model", type=Path, help="checkpoint for the benchmark; random by default"
+        "--group",
+        action="append",
+        choices=("correct", "rounds", "kernels"),
+        help="at most ten minutes each; default: all",
     )
-    parser.add_argument("--part", action="append", help="only these; may be repeated")
-    parser.add_argument("--dry-run", action="store_true", help="small, on a CPU")
+    parser.add_argument("--dry-run", action="store_true", help="small sizes on a CPU")
     options = parser.parse_args(argv)
     if not options.dry_run and not torch.cuda.is_available():
-        parser.error("there is no GPU here; --dry-run tries everything out on a CPU")
+        parser.error("no GPU found; --dry-run tries everything out on a CPU")
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "prompts.txt").write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
-    planned = parts(options.out, options.model or options.out / "model", options.dry_run)
-    # A checkpoint of one's own needs no other.
-    planned = [part for part in planned if part.name != "folder" or options.model is None]
-    names = [part.name for part in planned]
-    if unknown := set(options.part or []) - set(names):
-        parser.error(f"--part {', '.join(sorted(unknown))}; choose {', '.join(names)}")
     found = {}
-    for part in planned:
-        if not options.part or part.name in options.part:
+    for group, parts in groups(options.out, options.dry_run).items():
+        for part in parts if group in (options.group or [group]) else []:
             found[part.name] = run(part, options.out / "log.txt")
-            print(part.name, *found[part.name].values())
+            print(part.name, *found[part.name].values(), flush=True)
             write_json(options.out / "parts.json", found)
 
 

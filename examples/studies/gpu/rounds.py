@@ -1,8 +1,8 @@
-"""What a round costs on a GPU and what it waits for, on models of random weights.
+"""Costs of rounds on a GPU, and the lines that make the host wait, on models of random weights.
 
-Run as `python -m examples.studies.gpu.rounds --help` says; `first_light` runs all of it. The models
-have the sizes of published ones and say the tokens of a circle one after the other, so that lookup
-accepts every draft once the circle is closed.
+See `python -m examples.studies.gpu.rounds --help`; `first_light` runs all parts. The models have
+the sizes of published ones and repeat the tokens of a circle, so all drafts of lookup and of a
+draft model are accepted: `tau` is an upper bound, and the costs are real.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,13 +52,13 @@ SIZES = {
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256),
 }
 SMALL = {"small": (64, 128, 3, 4, 2, 512)}
-# The draft models of targets that have one; others draft with an eighth of their layers.
+# Draft models by target; the default has an eighth of the layers.
 DRAFTS = {"llama-3.1-8b": "llama-3.2-1b"}
 # Calls that are timed, after two that compile and capture.
 CALLS, WARM_UPS = 3, 2
-# New tokens of a call; those of plain `generate()` and of drafts that are never right cost more.
+# New tokens of a call; few for slow calls: plain `generate()` and drafts that are never accepted.
 NEW_TOKENS, FEW_TOKENS = 128, 32
-# Kernels whose times are written.
+# Kernels that are listed, longest first.
 KERNELS = 12
 # Tokens of a circle: longer than a draft, shorter than a prompt.
 CIRCLE = 24
@@ -65,17 +66,13 @@ PROMPT = 100
 
 
 def build(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any:
-    """A model of these sizes that says what follows in the circle, far from any tie."""
-    config = LlamaConfig(
-        **dict(zip(NAMES, sizes, strict=True)),
-        eos_token_id=None,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
+    """Return a model of these sizes that predicts the next token of the circle by a wide margin."""
+    shape: dict[str, Any] = dict(zip(NAMES, sizes, strict=True))
+    config = LlamaConfig(**shape, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False)
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
-        # Layers add little to what the embedding says.
+        # Layers add little to the embedding.
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(0.01)
             layer.mlp.down_proj.weight.mul_(0.01)
@@ -86,13 +83,13 @@ def build(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any
 
 
 def prompt(batch: int, device: torch.device) -> Tensor:
-    """(B, PROMPT) int64: rows that go round in circles of their own, more than once."""
+    """Return (B, PROMPT) int64 ids; each row repeats a circle of its own."""
     places = torch.arange(batch, device=device)[:, None] + torch.arange(PROMPT, device=device)
     return places % CIRCLE + CIRCLE * torch.arange(1, batch + 1, device=device)[:, None]
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """The machine, how fast its memory is, and what a launch takes."""
+    """Return the environment, the memory bandwidth, and the time of a kernel launch."""
     number = torch.zeros(1, device=device)
     launch = min(timeit.repeat(lambda: number.add_(1), number=500)) / 500
     speed = bandwidth(device, 2**30 if device.type == "cuda" else 2**20)
@@ -101,7 +98,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def fallback(device: torch.device) -> dict[str, Any]:
-    """What a model that cannot be recorded says, and the memory that its generations leave."""
+    """Return the refusal of a model that cannot be captured, and the memory after each call."""
     model = build(SMALL["small"], device, torch.float32)
     norm, ids = model.model.norm.forward, torch.ones(1, 20, dtype=torch.long, device=device)
     model.model.norm.forward = lambda states: norm(states) * max(1.0, -float(states.norm()))
@@ -117,7 +114,7 @@ def fallback(device: torch.device) -> dict[str, Any]:
 def generate(
     model: Any, ids: Tensor, new_tokens: int, **method: Any
 ) -> tuple[float, hf_spec.SpecStats | None]:
-    """Seconds of a generation and its statistics, which plain `generate()` has not."""
+    """Return the seconds of a call and its statistics, None for plain `generate()`."""
     output, seconds = timed(
         lambda: model.generate(
             ids,
@@ -130,58 +127,76 @@ def generate(
     return seconds, getattr(output, "spec_stats", None)
 
 
+class Assistants:
+    """Draft model and heads of a model, each built at its first use.
+
+    The draft model is compiled and says the tokens of the same circle, so its drafts are accepted.
+    The heads have random weights, so theirs are not: their rounds show costs alone.
+    """
+
+    def __init__(self, name: str, model: Any, sizes: Sequence[int]):
+        self._model, self._vocabulary = model, sizes[-1]
+        self._draft_sizes = SIZES[DRAFTS[name]] if name in DRAFTS else cut(sizes)
+
+    @cached_property
+    def draft(self) -> Any:
+        """Draft model."""
+        model = build(self._draft_sizes, self._model.device, self._model.dtype)
+        hf_spec.compile(model)
+        return model
+
+    @cached_property
+    def falcon(self) -> Any:
+        """Falcon head."""
+        head = FalconHead(self._model, FalconShape(2, 1), None).to(self._model.device)
+        return head.to(self._model.dtype).eval().requires_grad_(False)
+
+    @cached_property
+    def eagle(self) -> Any:
+        """EAGLE-3 head with a draft vocabulary."""
+        size = min(32000, self._vocabulary)
+        answers = [Text(Response("", "", [1], list(range(size))))]
+        settings = EagleTrainSettings(vocabulary_size=size)
+        return build_eagle(new_head(self._model, answers, settings, Path("eagle")), self._model)
+
+
 @dataclass(frozen=True)
 class Way:
-    """Arguments of `generate()`, and whether its drafts are right."""
+    """A way to generate.
 
-    options: dict[str, Any]
+    Attributes:
+        config: strategy.
+        assistant: name of the attribute of `Assistants`, or "" for none.
+        options: other arguments of `generate()`.
+        right: True if drafts are accepted.
+    """
+
+    config: Any
+    assistant: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
     right: bool = True
 
 
-def ways(name: str, model: Any, sizes: Sequence[int]) -> dict[str, Way]:
-    """Ways to generate by name; the draft model is compiled.
-
-    The draft model goes round in the same circle, so its drafts are accepted. The heads have random
-    weights, so theirs are not: their rounds show costs alone. All drafts but those of the default
-    policy and of `auto` have fixed sizes.
-    """
-    device, dtype = model.device, model.dtype
-    draft = build(SIZES[DRAFTS[name]] if name in DRAFTS else cut(sizes), device, dtype)
-    hf_spec.compile(draft)
-    falcon = FalconHead(model, FalconShape(2, 1), None).to(device, dtype).eval()
-    falcon.requires_grad_(False)
-    known = min(32000, sizes[-1])
-    answers = [Text(Response("", "", [1], list(range(known))))]
-    eagle = build_eagle(
-        new_head(model, answers, EagleTrainSettings(vocabulary_size=known), Path("eagle")), model
-    )
-    five: dict[str, Any] = {"max_draft_tokens": 5, "length_policy": "static"}
-    beam: dict[str, Any] = {**five, "tree": "dynamic", "width": 4, "max_nodes": 15}
-    lookup = hf_spec.LookupConfig(max_draft_tokens=5)
-    entries: dict[str, tuple[Any, Any]] = {
-        "none, uncompiled": (hf_spec.NoneConfig(compile=False), None),
-        "none": ("none", None),
-        "lookup": (lookup, None),
-        "draft of 5": (hf_spec.DraftConfig(**five), draft),
-        "draft, default": (hf_spec.DraftConfig(), draft),
-        "tree": (hf_spec.TreeConfig(length_policy="static", max_nodes=15), draft),
-        "auto": (hf_spec.AutoConfig(), draft),
-        "lookup, top-p": (lookup, None),
-    }
-    heads: dict[str, tuple[Any, Any]] = {
-        "falcon": (hf_spec.FalconConfig(tree="falcon-llama", compile=True), falcon),
-        "eagle": (hf_spec.EagleConfig(**beam, compile=True), eagle),
-    }
-    found = {
-        entry: Way({"spec_strategy": config, "assistant": assistant}, entry not in heads)
-        for entry, (config, assistant) in (entries | heads).items()
-    }
-    found["lookup, top-p"].options.update(do_sample=True, top_p=0.95)
-    return found
+# All drafts but those of the default policy and of `auto` have fixed sizes.
+LOOKUP = hf_spec.LookupConfig(max_draft_tokens=5)
+FIVE: dict[str, Any] = {"max_draft_tokens": 5, "length_policy": "static"}
+BEAM: dict[str, Any] = {**FIVE, "tree": "dynamic", "width": 4, "max_nodes": 15}
+WAYS = {
+    "none, uncompiled": Way(hf_spec.NoneConfig(compile=False)),
+    "none": Way("none"),
+    "lookup": Way(LOOKUP),
+    "draft of 5": Way(hf_spec.DraftConfig(**FIVE), "draft"),
+    "draft, default": Way(hf_spec.DraftConfig(), "draft"),
+    "tree": Way(hf_spec.TreeConfig(length_policy="static", max_nodes=15), "draft"),
+    "auto": Way(hf_spec.AutoConfig(), "draft"),
+    "lookup, top-p": Way(LOOKUP, options={"do_sample": True, "top_p": 0.95}),
+    "falcon": Way(hf_spec.FalconConfig(tree="falcon-llama", compile=True), "falcon", right=False),
+    "eagle": Way(hf_spec.EagleConfig(**BEAM, compile=True), "eagle", right=False),
+}
 
 
 def cut(sizes: Sequence[int]) -> list[int]:
-    """The sizes with an eighth of the layers."""
+    """Return the sizes with an eighth of the layers."""
     return [
         max(1, size // 8) if field == "num_hidden_layers" else size
         for field, size in zip(NAMES, sizes, strict=True)
@@ -189,14 +204,14 @@ def cut(sizes: Sequence[int]) -> list[int]:
 
 
 def measure_plain(model: Any, ids: Tensor, new_tokens: int, **settings: Any) -> dict[str, Any]:
-    """What a token takes in plain `generate()`; the prompt's is not counted."""
+    """Return times of plain `generate()`, without the prefill."""
     for _ in range(WARM_UPS):
         generate(model, ids, new_tokens, **settings)
     return timings(model, ids, new_tokens, **settings)
 
 
 def timings(model: Any, ids: Tensor, new_tokens: int, **settings: Any) -> dict[str, Any]:
-    """Seconds of calls, and milliseconds per token after the first by each of them."""
+    """Return the seconds of each call, and the milliseconds per token after the first."""
     calls = [generate(model, ids, new_tokens, **settings)[0] for _ in range(CALLS)]
     first = min(generate(model, ids, 1, **settings)[0] for _ in range(CALLS))
     per_token = [1e3 * (seconds - first) / (new_tokens - 1) for seconds in calls]
@@ -209,7 +224,7 @@ def timings(model: Any, ids: Tensor, new_tokens: int, **settings: Any) -> dict[s
 
 
 def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Seconds until the first token of a long prompt: plain, and through the engine."""
+    """Return the seconds to the first token of long prompts: plain, and with `none`."""
     found = []
     for length in lengths:
         ids = torch.randint(1, CIRCLE, (1, length), device=model.device)
@@ -223,7 +238,7 @@ def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[di
 
 
 def measure_round(model: Any, ids: Tensor, new_tokens: int, **method: Any) -> dict[str, Any]:
-    """Generations: seconds, graphs, what waits by line, and kernels."""
+    """Return times, CUDA graphs, waits by line, and kernels of a way to generate."""
     reset_peak(ids.device)
     warm = [generate(model, ids, new_tokens, **method) for _ in range(WARM_UPS)]
     found = timings(model, ids, new_tokens, **method)
@@ -249,7 +264,7 @@ def measure_round(model: Any, ids: Tensor, new_tokens: int, **method: Any) -> di
 
 
 def profiled(model: Any, ids: Tensor, new_tokens: int, **method: Any) -> dict[str, Any]:
-    """Calls of CUDA and the longest kernels, per round of a generation with its prompt."""
+    """Return CUDA calls and the longest kernels, per round of a call that includes the prefill."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] * (ids.device.type == "cuda")
     with torch.profiler.profile(activities=kinds) as profile:
@@ -271,7 +286,7 @@ def profiled(model: Any, ids: Tensor, new_tokens: int, **method: Any) -> dict[st
 
 @contextmanager
 def waiting() -> Iterator[Counter[str]]:
-    """The lines that make the host wait for the GPU, and how often, once the block has ended."""
+    """Count the lines of the block that make the host wait; filled at its end."""
     found: Counter[str] = Counter()
     on_gpu = torch.cuda.is_available()
     with warnings.catch_warnings(record=True) as caught:
@@ -291,9 +306,9 @@ def waiting() -> Iterator[Counter[str]]:
 def rounds(
     names: Sequence[str], batches: Sequence[int], device: torch.device, wanted: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Per model its rounds by way, all of them or those `wanted`, beside the memory's floor.
+    """Measure the ways `wanted`, by default all, and the time to read the weights once.
 
-    Yields what is known so far after every measurement: a part may run out of time.
+    Yields all results so far after every measurement, because a part may run out of time.
     """
     dry = device.type == "cpu"
     speed = bandwidth(device, 2**20 if dry else 2**30)
@@ -306,27 +321,28 @@ def rounds(
         here: dict[str, Any] = {"floor_ms": 1e3 * sum(read) / speed, "compiled": asdict(report)}
         found[name] = here
         here["prompts"] = measure_prompts(model, (16, 32) if dry else (1024, 8192), 3)
-        every = ways(name, model, sizes)
+        assistants = Assistants(name, model, sizes)
         many, few = (8, 8) if dry else (NEW_TOKENS, FEW_TOKENS)
         for batch in batches:
             ids = prompt(batch, device)
             place = here[f"batch {batch}"] = {"plain": measure_plain(model, ids, few)}
-            for entry, way in every.items():
-                if entry in wanted or not wanted:
-                    count = many if way.right else few
-                    place[entry] = measure_round(model, ids, count, **way.options)
-                    print(name, batch, entry, f"{place[entry]['ms_per_token']:.2f} ms", flush=True)
-                    yield found
+            for entry in wanted or WAYS:
+                way = WAYS[entry]
+                assistant = getattr(assistants, way.assistant) if way.assistant else None
+                method = {"spec_strategy": way.config, "assistant": assistant, **way.options}
+                place[entry] = measure_round(model, ids, many if way.right else few, **method)
+                print(name, batch, entry, f"{place[entry]['ms_per_token']:.2f} ms", flush=True)
+                yield found
             if not dry and batch == 1:
                 # Last, for it takes a minute.
                 static = {"cache_implementation": "static", "compile_config": CompileConfig()}
                 place["plain, compiled"] = measure_plain(model, ids, many, **static)
                 yield found
-        del model, every
+        del model, assistants
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; writes one part as JSON."""
+    """Run one part and write it as JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.studies.gpu.rounds", description=__doc__
     )
@@ -335,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="small, on a CPU")
     parser.add_argument("--model", action="append", choices=SIZES, help="of rounds; default: all")
     parser.add_argument("--batch-size", type=int, action="append", help="default: 1 and 8")
-    parser.add_argument("--way", action="append", help="of rounds; default: all")
+    parser.add_argument("--way", action="append", choices=WAYS, help="of rounds; default: all")
     options = parser.parse_args(argv)
     device = torch.device("cpu") if options.dry_run else torch.device("cuda", 0)
     if options.part == "rounds":

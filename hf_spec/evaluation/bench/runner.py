@@ -124,7 +124,7 @@ def time_contenders(
 
     The first contender, plain `generate()`, is the reference. Outputs are compared with its output
     in the same repetition, or, for several rows, with its output for each prompt alone. An untimed
-    warm-up on the widest batch compiles layers on a CPU. `progress` is called after every
+    warm-up on the widest batch compiles layers. `progress` is called after every
     generation.
     """
     batches = make_batches(prompts, tokenizer, plan.batch_size)

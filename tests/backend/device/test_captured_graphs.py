@@ -13,10 +13,12 @@ from packaging import version
 from torch import Tensor
 from transformers import MaxLengthCriteria
 
-from hf_spec import BlockConfig, EagleConfig, HeadsConfig, MtpConfig
+from hf_spec import BlockConfig, DraftConfig, EagleConfig, HeadsConfig, MtpConfig
 from hf_spec.adapters.published import read_published
 from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.capture import cuda_graphs
+from hf_spec.drafting.cost_model import cost_model_drafter
+from hf_spec.drafting.cost_model.cost_curves import RoundTimes
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.engine.decode.drafter import Drafter
@@ -41,6 +43,8 @@ from tests.generation.test_own_prefill import longrope
 from tests.published_heads import sample
 
 NEW_TOKENS = 24
+# Seconds of an operation on the device, so long that what the host does takes no time beside it.
+LAUNCH = 10.0
 
 
 @dataclass
@@ -145,7 +149,7 @@ def decode(model: Any, drafter: Drafter) -> Call:
         verifier = drafter.make_verifier([], 1)
         while state.unfinished:
             speculative_step(target, drafter, verifier, state)
-        graphs: Any = getattr(drafter._runner, "_graphs", None)
+        graphs: Any = getattr(getattr(drafter, "_runner", None), "_graphs", None)
         head = None if graphs is None else (graphs.replays, graphs.captures, graphs.refusal)
         pool = target.rows.pool
         memory = pool.nbytes(), pool.growths, pool.retries
@@ -174,6 +178,32 @@ def test_graphs_are_captured_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
             assert captures > 0
             assert after[0] > replays
             assert after[1:] == (0, None)
+
+
+def test_length_policies_learn_the_times_of_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither steps that warm up for a capture nor captures, which take many more launches."""
+    timed: list[tuple[float | None, set[float]]] = []
+
+    def note(self: RoundTimes, nodes: float, seconds: float | None, drafts: Any) -> None:
+        timed.append((seconds, {used[2] / used[0] for used in drafts.values() if used[0]}))
+
+    monkeypatch.setattr(cost_model_drafter, "PLAIN_STEPS", 2)
+    monkeypatch.setattr(RoundTimes, "learn", note)
+    config = DraftConfig(max_draft_tokens=3)
+    with pretended(monkeypatch) as gpu, recording(monkeypatch, gpu):
+        gpu.launch_seconds = LAUNCH
+        model, draft = on_gpu(llama()), on_gpu(tiny_models.draft_model("llama"))
+        inner: Any = make_drafter(config, model, draft)
+        drafter = cost_model_drafter.adapt_length(inner, inner.policy, model, config, 1)
+        replays, captures, refusal = decode(model, drafter).target
+    assert (replays > 0, captures > 1, refusal) == (True, True, None)
+    assert timed[0] == (None, set()), "before the first capture"
+    targets = {seconds for seconds, _ in timed if seconds is not None}
+    drafts = {seconds for _, draft_seconds in timed for seconds in draft_seconds}
+    # A graph and what surrounds it; an uncaptured pass has more than a hundred launches.
+    assert len(targets) == len(drafts) == 1
+    assert max(targets) < 10 * LAUNCH
+    assert max(drafts) < 20 * LAUNCH
 
 
 @pytest.mark.skipif(

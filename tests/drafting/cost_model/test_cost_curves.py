@@ -208,6 +208,18 @@ class TestRoundTimes:
         assert times.verify.is_reliable(1)
         assert times.verify.is_reliable(4)
 
+    def test_target_times_that_are_not_known(self) -> None:
+        """Drafts are learned from after the first time of the target, which gives the unit."""
+        times = RoundTimes()
+        draft = times.costs({"draft": levels}).draft["draft"]
+        times.learn(1, None, {"draft": (1, 1, 0.002)})
+        assert not times.verify.has_timings
+        assert draft(1) == pytest.approx(FORWARD_COST * times.verify(1))
+        times.learn(1, 0.02, {})
+        times.learn(4, None, {"draft": (1, 1, 0.002)})
+        assert draft(1) == pytest.approx(0.002)
+        assert times.verify(4) == pytest.approx(0.02 * (1 + 4 * NODE_COST) / (1 + NODE_COST))
+
     def test_acceptance_rates_are_kept(self) -> None:
         times = RoundTimes()
         times.memory(0, (0.5, 0.7)).stats.levels.count(1, False)

@@ -13,12 +13,14 @@ import torch
 import hf_spec
 from hf_spec import DiscoConfig, DraftConfig, FalconConfig, GsdConfig, LookupConfig, TreeConfig
 from hf_spec.backend.device import clock
+from hf_spec.backend.device.capture import warm_ups
 from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.drafting.cost_model import cost_curves as round_costs
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
 from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter, resolve_config
+from hf_spec.drafting.cost_model.round_timer import RoundTimer
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.registry import make_drafter, parse_strategy
@@ -277,6 +279,22 @@ class TestLosses:
         del sizes[:]
         machine.lost(right)
         assert sizes[0] > 1
+
+    def test_plain_steps_that_are_never_timed_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sizes: list[float] = []
+        sent = RoundTimer.mark_sent
+
+        def mark_sent(timer: RoundTimer, size: float) -> None:
+            sizes.append(size)
+            sent(timer, size)
+            warm_ups.count += 1
+
+        monkeypatch.setattr(RoundTimer, "mark_sent", mark_sent)
+        machine = Machine(monkeypatch, 0.02, 0.05)
+        monkeypatch.setattr(DraftModelDrafter, "relative_cost", lambda *_: 0.1)
+        machine.lost(copy.deepcopy(build("llama")))
+        assert sizes[: measured.MOST_PLAIN_STEPS] == [1] * measured.MOST_PLAIN_STEPS
+        assert sizes[measured.MOST_PLAIN_STEPS] > 1
 
 
 class TestNodes:

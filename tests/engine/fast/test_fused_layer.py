@@ -17,8 +17,8 @@ from hf_spec.engine.fast.fused_layer import FusedLayer, fuse_layer
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
-# Windows in some layers, a cap, sinks, norms of heads, positions in an embedding, biases.
-MODELS = ["llama", "gemma2", "gemma3", "qwen3", "opt", "gpt_neox", "olmo2"]
+# Windows in some layers or in all, a cap, norms of heads, positions in an embedding, biases.
+MODELS = ["llama", "gemma2", "gemma3", "mistral_sliding", "opt", "gpt_neox", "olmo2", "qwen3"]
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ def check(name: str, ran: list[Any]) -> None:
         assert ran, "every strategy runs fused layers"
 
 
+@pytest.mark.by_default(name=tuple(MODELS[:-1]))
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("interpreted")
 def test_tokens_of_plain_generate(name: str, fused: list[Any]) -> None:

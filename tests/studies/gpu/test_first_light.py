@@ -1,4 +1,4 @@
-"""The first minutes on a GPU: parts that fail or hang stop nothing, and a CPU can try them out."""
+"""First minutes on a GPU: failures and time limits stop no other part; a dry run needs no GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from examples.studies.gpu import first_light
-from examples.studies.gpu.first_light import Part, main, parts, run
+from examples.studies.gpu.first_light import Part, groups, main, run
 
 
 @pytest.mark.full
@@ -24,41 +24,54 @@ def test_a_part_that_fails_or_hangs(tmp_path: Path) -> None:
     }
     assert found == {"right": 0, "wrong": 3, "slow": None}
     assert [line for line in log.read_text().splitlines() if not line.startswith("== ")] == ["said"]
-    assert "== its time is over" in log.read_text()
+    assert "== time limit" in log.read_text()
 
 
-def test_every_part_says_how_it_ended(
+def test_the_status_of_every_part_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(first_light, "run", lambda part, _: {"status": 0, "seconds": 1.0})
-    main(["--dry-run", "--out", str(tmp_path), "--part", "tests", "--part", "facts"])
-    assert capsys.readouterr().out == "facts 0 1.0\ntests 0 1.0\n"
-    assert list(json.loads((tmp_path / "parts.json").read_text())) == ["facts", "tests"]
+    main(["--dry-run", "--out", str(tmp_path), "--group", "kernels", "--group", "correct"])
+    names = ["facts", "fallback", "tests", "identity", "kernels"]
+    assert capsys.readouterr().out == "".join(f"{name} 0 1.0\n" for name in names)
+    assert list(json.loads((tmp_path / "parts.json").read_text())) == names
     with pytest.raises(SystemExit):
-        main(["--dry-run", "--out", str(tmp_path), "--part", "all"])
-    assert "--part all; choose facts, tests, fallback, rounds, folder" in capsys.readouterr().err
+        main(["--dry-run", "--out", str(tmp_path), "--group", "all"])
+    assert "invalid choice: 'all'" in capsys.readouterr().err
 
 
-def test_with_a_checkpoint_no_other_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: dict[str, Part] = {}
-    monkeypatch.setattr(first_light, "run", lambda part, _: ran.setdefault(part.name, part) and {})
-    main(["--dry-run", "--out", str(tmp_path), "--model", "mine"])
-    assert list(ran) == ["facts", "tests", "fallback", "rounds", "bench", "kernels"]
-    assert "mine" in ran["bench"].command
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_group_takes_ten_minutes(tmp_path: Path, dry: bool) -> None:
+    planned = groups(tmp_path, dry)
+    assert list(planned) == ["correct", "rounds", "kernels"]
+    for parts in planned.values():
+        assert sum(part.seconds for part in parts) < 600
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
-def test_without_a_gpu_it_says_so(capsys: Any) -> None:
+def test_commands_name_the_device(tmp_path: Path) -> None:
+    for dry, device in ((True, "cpu"), (False, "cuda")):
+        parts = {part.name: part for group in groups(tmp_path, dry).values() for part in group}
+        assert dict(parts["identity"].environment)["HF_SPEC_TEST_DEVICE"] == device
+        assert device in parts["kernels"].command
+        assert ("--dry-run" in parts["rounds"].command) == dry
+        assert ("--collect-only" in parts["tests"].command) == dry
+
+
+def test_identity_files_exist() -> None:
+    root = Path(__file__).parents[3]
+    assert all((root / name).is_file() for name in first_light.IDENTITY)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error without a GPU")
+def test_without_a_gpu(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main([])
-    assert "there is no GPU here; --dry-run" in capsys.readouterr().err
+    assert "no GPU found; --dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     main(["--dry-run", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "parts.json").read_text())
-    assert list(found) == [part.name for part in parts(tmp_path, tmp_path, True)]
+    assert list(found) == ["facts", "fallback", "tests", "identity", "rounds", "kernels"]
     assert {part["status"] for part in found.values()} == {0}, (tmp_path / "log.txt").read_text()
