@@ -22,6 +22,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_spec import SpecGenerateOutput, UnsupportedError
 from hf_spec.common.outputs import RowStats
+from hf_spec.engine import runner
+from hf_spec.engine.forward import attention_span, sdpa_attention
 from tests import tiny_models
 from tests.identity import assert_identical
 from tests.tiny_models import ARCHITECTURES, MATRIX, PUBLISHED
@@ -195,6 +197,27 @@ def test_every_architecture_and_strategy(name: str, strategy: str) -> None:
     for kind in KINDS:
         output = check_option(name, kind, strategy, nothing)
         assert output.spec_stats.target_forwards <= NEW_TOKENS
+        accepted += output.spec_stats.accepted_tokens
+    assert accepted > 0
+
+
+@pytest.mark.by_default(name=QUICK, strategy=("lookup",))
+@pytest.mark.parametrize("strategy", ["lookup", "falcon"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_prompts_that_run_before_their_drafts(
+    name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As prompts of hundreds of tokens do, in parts, and in blocks that share a mask."""
+    if not tiny_models.is_served(name, strategy):
+        return
+    for module in (attention_span, runner):
+        monkeypatch.setattr(module, "STEP_TOKENS", 4)
+    monkeypatch.setattr(runner, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(sdpa_attention, "BLOCK", 3)
+    monkeypatch.setattr(sdpa_attention, "MAX_COPIED_KEYS", 4)
+    accepted = 0
+    for kind in KINDS:
+        output = check_option(name, kind, strategy, nothing)
         accepted += output.spec_stats.accepted_tokens
     assert accepted > 0
 
