@@ -27,9 +27,9 @@ from examples.studies.kernels.offline import GPUS, Compiled, Gpu, blocks_per_pro
 from hf_spec.common.files import write_json
 from hf_spec.evaluation.bench.tables import Table
 
-# Nodes of one row, and the chunks that prompts run in.
+# Nodes of one row, and the parts of a long prompt, which run by the kernel where heads have sinks.
 NODES = (1, 4, 8, 16, 64)
-PROMPT = 1024
+PROMPT = 2048
 CONTEXTS = (512, 8192)
 SHOWN_NODES = (4, 16, PROMPT)
 
@@ -54,6 +54,7 @@ LAYERS = (
     Layers("Llama-3.1-8B, Qwen3-4B, Qwen3-8B", 32, 8, 128),
     Layers("Gemma 3 4B, window", 8, 4, 256, 1024),
     Layers("Gemma 3 4B, full", 8, 4, 256),
+    Layers("Gemma 4 E4B, full", 8, 2, 512),
     Layers("gpt-oss-20b and 120b, window", 64, 8, 64, 128, sinks=True),
     Layers("gpt-oss-20b and 120b, full", 64, 8, 64, sinks=True),
 )
@@ -103,7 +104,7 @@ def attention_rows(name: str, gpu: Gpu, nodes: Sequence[int]) -> Iterator[Row]:
     dtype = torch.bfloat16
     processors = mock.patch.object(attention, "num_processors", return_value=gpu.processors)
     for layers in LAYERS:
-        for count in nodes:
+        for count in nodes if layers.sinks else [count for count in nodes if count < PROMPT]:
             for context in CONTEXTS:
                 query = zeros(count, layers.heads, layers.head, dtype=dtype)
                 keys = zeros(1, layers.kv_heads, 1, layers.head, dtype=dtype)

@@ -125,18 +125,19 @@ def _attend_prompt(
 ) -> Tensor:
     """Attend for the (1, H, L, D) queries of a prompt, as (L, H, Dv)."""
     segment, copies = group.first, query.shape[1] // keys.shape[1]
+    # Few of SDPA's kernels take grouped queries; beside the scores of a prompt, a copy is small.
     keys, values = (
-        _part(_of_slots(buffer, group.slots), 2, 0, segment.num_keys) for buffer in (keys, values)
+        _part(_of_slots(buffer, group.slots), 2, 0, segment.num_keys).repeat_interleave(copies, 1)
+        for buffer in (keys, values)
     )
     limit = scoring.chunk or scoring.window
     is_limited = limit is not None and segment.last_position >= limit
     only_causal = segment.num_tokens == segment.num_keys and not is_limited
     if only_causal and scoring.softcap is None and scoring.sinks is None:
         attended = F.scaled_dot_product_attention(
-            query, keys, values, is_causal=True, scale=scoring.scale, enable_gqa=copies > 1
+            query, keys, values, is_causal=True, scale=scoring.scale
         )
     else:
-        keys, values = (buffer.repeat_interleave(copies, dim=1) for buffer in (keys, values))
         blocks = query.split(BLOCK, dim=2)
         firsts = range(segment.num_keys - segment.num_tokens, segment.num_keys, BLOCK)
         parts = (
