@@ -258,9 +258,7 @@ MUTANTS = (
         file="hf_spec/engine/fast/layer_state.py",
         old='"state.CB", "state.SCB", ',
         new='"state.CB", ',
-        tests=(
-            "tests/targets/test_quantized.py::test_a_changed_weight_is_read_by_compiled_layers",
-        ),
+        tests=("tests/engine/fast/test_layer_state.py::test_changes_of_8_bit_layers_are_seen",),
     ),
     Mutant(
         "subnormal float16 states of 8-bit layers keep their digits",
