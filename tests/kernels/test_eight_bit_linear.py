@@ -79,6 +79,34 @@ def test_dynamic_results_have_the_bits_of_the_reference(dtype: torch.dtype, has_
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_states_are_rounded_to_float16_first(dtype: torch.dtype) -> None:
+    """Subnormal ones, ties, and the largest, too."""
+    codes, scales = weight((33, 192))
+    for size in (1e-9, 3e-8, 1e-7, 2e-6, 6e-5, 1e-3, 1.0, 1e4):
+        inputs = states(4, 192, dtype) * size
+        inputs[1] = torch.arange(192) * 2.0**-25
+        # In bfloat16 the largest number below infinity is 65280.
+        largest = 65519.0 if dtype == torch.float32 else 65280.0
+        inputs[2, :4] = torch.tensor([largest, -largest, 2.0**-14, 2049.0])
+        inputs[3] = 1 + torch.arange(192) * 2.0**-11
+        found, wanted = (
+            dynamic_linear(inputs, codes, scales, None, 0.0, impl) for impl in ("auto", "torch")
+        )
+        assert torch.equal(found, wanted)
+
+
+def test_inputs_that_are_infinite_in_float16_are_outliers() -> None:
+    codes, scales = weight((33, 192))
+    inputs = states(2, 192, torch.float32)
+    inputs[1, 5] = 65520.0
+    found, wanted = (
+        dynamic_linear(inputs, codes, scales, None, 6e4, impl) for impl in ("auto", "torch")
+    )
+    assert wanted.isfinite().all()
+    assert off(found, wanted) <= ROUNDING[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_outliers_are_not_quantized(dtype: torch.dtype) -> None:
     codes, scales = weight((33, 192))
     inputs = states(9, 192, dtype)

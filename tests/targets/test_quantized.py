@@ -141,9 +141,10 @@ def test_weights_that_bitsandbytes_leaves_as_they_are(kind: str, folder: Path) -
 
 @needs_compiler
 @pytest.mark.parametrize("strategy", ["none", "lookup", "tree"])
-def test_compiled_layers_compute_the_same_bits(strategy: str, folder: Path) -> None:
-    """Layers whose 4-bit weights our kernel reads; on other processors they run uncompiled."""
-    model, prompt = load.__wrapped__(folder, "nf4", torch.bfloat16), prompt_of(folder)
+@pytest.mark.parametrize("kind", ["nf4", "8bit"])
+def test_compiled_layers_compute_the_same_bits(kind: str, strategy: str, folder: Path) -> None:
+    """Layers whose 4-bit weights our kernel cannot read on this processor run uncompiled."""
+    model, prompt = load.__wrapped__(folder, kind, torch.bfloat16), prompt_of(folder)
     for layer in model.model.layers:
         # A bias, too.
         layer.mlp.down_proj.bias = nn.Parameter(torch.randn(64).to(torch.bfloat16))
@@ -162,7 +163,8 @@ def test_compiled_layers_compute_the_same_bits(strategy: str, folder: Path) -> N
         for compiled in (False, True)
     ]
     layers = CompiledLayers.of(model).layers
-    packed = model.model.layers[0].mlp.up_proj.support_avx512bf16_for_cpu
+    up = model.model.layers[0].mlp.up_proj
+    packed = kind == "8bit" or up.support_avx512bf16_for_cpu
     assert layers
     assert all(layer.is_compiled for layer in layers) == packed
     assert torch.equal(found[0].sequences, found[1].sequences)
@@ -171,16 +173,42 @@ def test_compiled_layers_compute_the_same_bits(strategy: str, folder: Path) -> N
 
 
 @needs_compiler
-def test_a_changed_weight_is_read_by_compiled_layers(folder: Path) -> None:
-    model, prompt = load.__wrapped__(folder, "nf4", torch.bfloat16), prompt_of(folder)
+def test_one_function_is_compiled_whatever_bitsandbytes_stores(folder: Path) -> None:
+    """A prompt with outliers leaves them in the state of an 8-bit layer."""
+    model = load.__wrapped__(folder, "8bit", torch.bfloat16)
+    for module in model.modules():
+        if is_eight_bit(module):
+            module.state.threshold = 2.0
+    config = replace(parse_strategy("lookup"), compile=True)
+    for prompt in prompt_of(folder).split(7, dim=1):
+        model.generate(prompt, max_new_tokens=4, do_sample=False, spec_strategy=config)
+    assert len(CompiledLayers.of(model).functions) == 1
+    assert all(layer.is_compiled for layer in CompiledLayers.of(model).layers)
+
+
+@needs_compiler
+def test_eight_bits_in_float32_run_uncompiled(folder: Path) -> None:
+    """Other roundings of a norm would be whole steps of quantized inputs."""
+    refused = hf_spec.compile(load.__wrapped__(folder, "8bit")).refused
+    assert len(refused) == 3
+    assert "8-bit weights, which are compiled in bfloat16" in refused["model.layers.0"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["nf4", "8bit"])
+def test_a_changed_weight_is_read_by_compiled_layers(kind: str, folder: Path) -> None:
+    model, prompt = load.__wrapped__(folder, kind, torch.bfloat16), prompt_of(folder)
     config = replace(parse_strategy("none"), compile=True)
     call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "spec_strategy": config}
     before = model.generate(prompt, **call)
-    other = load.__wrapped__(folder, "nf4", torch.bfloat16)
+    other = load.__wrapped__(folder, kind, torch.bfloat16)
     with torch.no_grad():
         other.generate(prompt, max_new_tokens=1)
         for mine, theirs in zip(model.model.layers, reversed(other.model.layers), strict=True):
-            mine.mlp.up_proj = theirs.mlp.up_proj
+            if kind == "nf4":
+                mine.mlp.up_proj = theirs.mlp.up_proj
+            else:
+                mine.mlp.up_proj.state.SCB = theirs.mlp.up_proj.state.SCB
     after = model.generate(prompt, **call)
     assert not torch.equal(before, after)
     assert torch.equal(after, model.generate(prompt, **{**call, "spec_strategy": "none"}))

@@ -8,6 +8,7 @@ a cache of its own; "packed" and "compiled", our forward of a tree without and w
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -41,7 +42,7 @@ def products(model: PreTrainedModel, context: list[int]) -> Iterator[Step]:
             linear(states[linear.in_features, count])
 
     widths = {linear.in_features for linear in linears}
-    states = {(w, n): torch.ones(1, n, w) for w in widths for n in COUNTS}
+    states = {(w, n): torch.ones(1, n, w, dtype=model.dtype) for w in widths for n in COUNTS}
     with install_packed_linears(model), use_packed_linears():
         yield run
 
@@ -120,6 +121,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=200, help="tokens before the root")
     parser.add_argument("--repeats", type=int, default=6)
     options = parser.parse_args(argv)
+    # 8-bit layers log in every call that they cast their inputs.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     model, clock = timing.begin(options)
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)

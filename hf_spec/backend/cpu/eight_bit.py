@@ -22,6 +22,7 @@ from hf_spec_kernels.dispatch import CPU_DTYPES
 from hf_spec_kernels.eight_bit_linear import (
     INPUTS,
     BuildError,
+    EightBitWeight,
     build,
     dynamic_linear,
     weight_only_linear,
@@ -36,7 +37,7 @@ MAX_ROWS = 64
 
 def is_eight_bit(module: nn.Module) -> bool:
     """Return True for an 8-bit layer on a CPU that our kernels may run."""
-    if not (_is_dynamic(module) or _is_weight_only(module)):
+    if not (is_dynamic(module) or _is_weight_only(module)):
         return False
     layer: Any = module
     return layer.weight.device.type == "cpu" and layer.in_features % INPUTS == 0 and _is_built()
@@ -59,21 +60,41 @@ def eight_bit_forward(layer: Any, states: Tensor, prompt: bool = False) -> Tenso
         if layer.bias is not None:
             results += layer.bias
         return results
-    state, bias = layer.state, layer.bias
-    if (
-        prompt
-        or layer.training
-        or state.has_fp16_weights
-        or state.CB is None
-        or state.CB.dtype != torch.int8
-        or not state.CB.is_contiguous()
-        or (bias is not None and bias.dtype != states.dtype)
-    ):
+    if prompt or not _is_ready(layer, states.dtype):
         return None
-    return dynamic_linear(states, state.CB, state.SCB, bias, state.threshold)
+    state = layer.state
+    return dynamic_linear(states, state.CB, state.SCB, layer.bias, state.threshold)
 
 
-def _is_dynamic(module: nn.Module) -> bool:
+def eight_bit_weight(
+    layer: Any, states: torch.dtype, rows: int, prompt: bool = False
+) -> EightBitWeight | None:
+    """Return the weight for compiled layers; None where bitsandbytes or `eight_bit_forward` runs.
+
+    In float32 a compiled layer rounds otherwise, and quantized inputs would differ by whole steps.
+    """
+    if prompt or states != torch.bfloat16 or not 0 < rows <= MAX_ROWS:
+        return None
+    if not _is_ready(layer, states):
+        return None
+    return EightBitWeight(layer.state.CB, layer.state.SCB, layer.state.threshold)
+
+
+def _is_ready(layer: Any, dtype: torch.dtype) -> bool:
+    """Return True if bitsandbytes has moved the weight, and the kernel can read it."""
+    state, bias = layer.state, layer.bias
+    return (
+        not layer.training
+        and not state.has_fp16_weights
+        and state.CB is not None
+        and state.CB.dtype == torch.int8
+        and state.CB.is_contiguous()
+        and (bias is None or bias.dtype == dtype)
+    )
+
+
+def is_dynamic(module: nn.Module) -> bool:
+    """Return True for an 8-bit layer of bitsandbytes."""
     # PEFT has a class of the same name, which adds to the result.
     kind = type(module)
     return (kind.__module__, kind.__name__) == ("bitsandbytes.nn.modules", "Linear8bitLt")

@@ -30,9 +30,17 @@ HEAD_START = 1.25
 # More blocks than this fraction are not faster to compute than all.
 MOST_BLOCKS = 1 / 8
 LARGEST_CODE = 127
-# Sums of K products are off by less than K times this, of the product of both norms: twice in
-# float32, in any order, once for the scores and once for the outputs.
+# Sums of K products in float32, in any order, are off by at most K u |x| |w|, with u = 2**-24 and
+# the norms of the states and of the weight. Scores and outputs are two such sums; the scales, the
+# margins and their use add a few roundings. (K + 2) times this covers all of them up to 2**17
+# inputs, relative to |x| |w|; relative to the margin, it covers the rounding of the norms.
 ROUNDING = 2.0**-22
+# Underflow. A norm may lose numbers below 2**-63, whose squares are flushed to zero; K times the
+# first covers them. It also covers flushed products for states with at least the second as norm.
+UNDERFLOW = 2.0**-62
+LEAST_NORM = 2.0**-40
+# Overflow. Norms of the states and slacks below this leave every sum finite.
+OVERFLOW = 2.0**62
 # Rows of a weight that are rounded together, in elements; they stay in a cache.
 ROUNDED_TOGETHER = 1 << 19
 
@@ -45,7 +53,8 @@ class ScreenedWeight:
         exact: the weight as outputs are computed with it.
         codes: (N, K) int8, packed for states in float32.
         scales: (N,) float32; codes times these are close to the weight.
-        margins: (N,) float32; a score is off by at most this times the norm of the states.
+        margins: (N,) float32; a score is off by at most this times the norm of the states, which
+            counts as `LEAST_NORM` if it is smaller.
         most_rows: for how many rows screening is faster; 0 for none.
     """
 
@@ -73,17 +82,19 @@ class ScreenedWeight:
 
         Returns:
             (R, N) outputs as `packed_linear` computes them, others are -inf; None if too many can
-            be the best, or the scores are not finite.
+            be the best, or sums might not be finite.
         """
         exact, wide = self.exact, states.float()
         scores = packed_linear(wide, self.codes).mul_(self.scales)
-        norms, top = wide.norm(dim=1), scores.amax(dim=1)
+        norms, top = wide.norm(dim=1).clamp_min_(LEAST_NORM), scores.amax(dim=1)
         # First by the largest margin of all outputs, which leaves few to look at one by one.
-        floor = (
-            top - 2 * norms * self.largest_margin - 2 * torch.finfo(states.dtype).eps * top.abs()
-        )
-        if not bool(floor.isfinite().all()):
+        slack = 2 * norms * self.largest_margin
+        # False for NaN.
+        if not bool((norms + slack < OVERFLOW).all()):
             return None
+        # Sums that round to the same output differ by less than `eps` of the larger one, which is
+        # at most the top score and its margin.
+        floor = top - slack - 2 * torch.finfo(states.dtype).eps * (top.abs() + slack)
         rows, outputs = (scores >= floor[:, None]).nonzero(as_tuple=True)
         scores, slack = scores[rows, outputs], norms[rows] * self.margins[outputs]
         least = floor.scatter_reduce(0, rows, scores - slack, "amax").to(states.dtype)
@@ -118,9 +129,8 @@ def screen(weight: Tensor, exact: PackedWeight) -> ScreenedWeight:
         rounded = (wide / scale[:, None]).round_()
         codes[part], scales[part] = rounded, scale
         error = rounded.mul_(scale[:, None]).sub_(wide).norm(dim=1)
-        margins[part] = error.add_(norms, alpha=num_inputs * ROUNDING)
-    # The norms above are rounded themselves.
-    margins.mul_(1 + 1e-3)
+        margins[part] = error.add_(norms, alpha=(num_inputs + 2) * ROUNDING)
+    margins.add_(num_inputs * UNDERFLOW).mul_(1 + (num_inputs + 2) * ROUNDING)
     return ScreenedWeight(exact, pack_weight(codes, torch.float32), scales, margins)
 
 

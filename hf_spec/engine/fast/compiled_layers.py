@@ -24,7 +24,7 @@ from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
-from hf_spec.backend.cpu.four_bit import is_four_bit
+from hf_spec.backend.cpu.eight_bit import is_dynamic
 from hf_spec.engine.fast.fused_layer import FusedFunction, FusedLayer, fuse_layer
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
@@ -37,7 +37,12 @@ from hf_spec.engine.fast.layer_tracing import (
     compile_layer,
     tensors_of,
 )
-from hf_spec.engine.fast.packed_linear import has_fast_forward, packed_changes
+from hf_spec.engine.fast.packed_linear import (
+    has_fast_forward,
+    is_quantized,
+    mode,
+    packed_changes,
+)
 from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.step import PackedStep
@@ -408,8 +413,8 @@ class CompiledLayer:
         except ERRORS as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         else:
-            if result is None and call.num_tokens > STEP_TOKENS:
-                # A prompt may be too long for the kernels that run steps.
+            if result is None and (call.num_tokens > STEP_TOKENS or mode.prompt):
+                # The kernels that run steps may leave out prompts.
                 return expected
             if result is None:
                 reason = "other kernels run its linear layers or its attention"
@@ -443,12 +448,12 @@ def _step_call(step: PackedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _obstacle(layer: nn.Module) -> str | None:
     if layer.training:
         return "it is in training mode"
-    four_bit = {id(part.weight): part for part in layer.modules() if is_four_bit(part)}
-    if any(part.weight.device.type != "cpu" for part in four_bit.values()):
-        return "its weights in 4 bits are not on a CPU"
-    tensors = [tensor for tensor in tensors_of(layer).values() if id(tensor) not in four_bit]
+    quantized = {id(part.weight) for part in layer.modules() if is_quantized(part)}
+    tensors = [tensor for tensor in tensors_of(layer).values() if id(tensor) not in quantized]
     if (reason := _weights_obstacle(tensors)) is not None:
         return reason
+    if any(map(is_dynamic, layer.modules())) and tensors[0].dtype != torch.bfloat16:
+        return "it has 8-bit weights, which are compiled in bfloat16"
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return "there are hooks of all modules"
     for module in layer.modules():

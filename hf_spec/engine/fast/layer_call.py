@@ -10,11 +10,10 @@ import torch
 from hf_spec_kernels.decoder_layer import Attention, Weight, weight_of
 from torch import Tensor, nn
 
-from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.backend.cpu.layer_source import AttentionPlan
 from hf_spec.backend.cpu.layer_text import TOKENS
 from hf_spec.engine.fast.layer_tracing import LayerCall, LayerFunction, addresses_of
-from hf_spec.engine.fast.packed_linear import kernel_weight, mode
+from hf_spec.engine.fast.packed_linear import is_quantized, kernel_weight, mode
 from hf_spec.engine.forward.step import LayerTraits, PackedStep
 
 
@@ -46,19 +45,20 @@ class BoundLayer:
         tensors = list(weights.values())
         self._constants = addresses_of(tensors)
         linears: list[Any] = [
-            part for part in layer.modules() if type(part) is nn.Linear or is_four_bit(part)
+            part for part in layer.modules() if type(part) is nn.Linear or is_quantized(part)
         ]
         modules = {id(linear.weight): linear for linear in linears}
         used = [tensors[plan.weight] for plan in function.source.linears]
         self._linears = [modules.get(id(weight), weight) for weight in used]
-        # By (number of tokens, whether weights may be rounded); None where other kernels are used.
-        self._tables: dict[tuple[int, bool], _Table | None] = {}
+        # By (number of tokens, whether weights may be rounded, whether it is a prompt); None where
+        # other kernels are used.
+        self._tables: dict[tuple[int, bool, bool], _Table | None] = {}
         # KV buffer of keys that the layer ran on last, and its attention there.
         self._attended: tuple[Tensor, Attention] | None = None
 
     def __call__(self, call: LayerCall, step: PackedStep) -> Any:
         """Return the layer's result; None where other kernels run its GEMMs or its attention."""
-        key, function = (call.num_tokens, mode.rounded), self._function
+        key, function = (call.num_tokens, mode.rounded, mode.prompt), self._function
         if key not in self._tables:
             self._tables[key] = self._make_table(call.num_tokens)
         table, attention, plan = self._tables[key], None, function.source.attention

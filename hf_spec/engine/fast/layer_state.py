@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
+from hf_spec.backend.cpu.eight_bit import is_dynamic
+
 # Compared by value. Lists and objects that hold them are followed.
 ATOMS = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, enum.Enum),
@@ -46,6 +48,8 @@ TRUSTED = {*sys.stdlib_module_names, "torch", "numpy", "bitsandbytes"}
 STANDARD = {*vars(nn.Module()), "forward", "layer_idx"}
 # In transformers only functions and classes of modules are followed.
 TRANSFORMERS = "transformers"
+# What compiled layers read of an 8-bit layer of bitsandbytes.
+EIGHT_BIT = ("state.CB", "state.SCB", "state.threshold", "state.has_fp16_weights")
 # More values than any layer of transformers reads; a layer that reads more is not compiled.
 MAX_VALUES = 20_000
 # Attributes that Python looks up in the class of a module in every call.
@@ -161,6 +165,10 @@ class LayerState:
     def _attributes(self, module: nn.Module) -> Hashable:
         attributes = vars(module)
         names = sorted(attributes.keys() - STANDARD)
+        if is_dynamic(module):
+            # bitsandbytes also stores what it found in its last call.
+            names.remove("state")
+            self.view(attrgetter("state", *EIGHT_BIT), module)
         others = [name for name in ("training", "layer_idx", "forward") if name in attributes]
         self.watch_sized(attributes)
         self.watch([*names, *others], attributes)

@@ -24,9 +24,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
 from hf_spec.backend.cpu.layer_text import SourceError
+from hf_spec.engine.fast.packed_linear import is_quantized
 from hf_spec.engine.forward.step import PackedStep, TracedStep
 
 # Name under which layers pass the step on.
@@ -313,7 +313,7 @@ def _fake_input(mode: Any, number: int, tensor: Tensor, tokens: int | None) -> T
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     if type(tensor) not in (Tensor, nn.Parameter):
-        # 4-bit weights.
+        # Weights in 4 or 8 bits.
         tensor = tensor.data
     if tokens is not None:
         # PyTorch specializes on sizes of 1.
@@ -343,20 +343,21 @@ def _copy(layer: nn.Module) -> nn.Module:
     # Other threads may be running the layer itself.
     shared: list[Any] = [*tensors_of(layer).values()]
     for module in layer.modules():
-        shared += [vars(module)[name] for name in ("config", "forward") if name in vars(module)]
+        names = ("config", "forward", "state") if is_quantized(module) else ("config", "forward")
+        shared += [vars(module)[name] for name in names if name in vars(module)]
     copied = copy.deepcopy(layer, {id(value): value for value in shared})
     for module in list(copied.modules()):
         module.__dict__.pop("forward", None)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
         for name, part in list(module.named_children()):
-            if is_four_bit(part):
-                setattr(module, name, _FourBitLinear(part))
+            if is_quantized(part):
+                setattr(module, name, _QuantizedLinear(part))
     return copied
 
 
-class _FourBitLinear(nn.Module):
-    """Stands for a 4-bit layer of bitsandbytes, whose code cannot be traced."""
+class _QuantizedLinear(nn.Module):
+    """Stands for a layer of bitsandbytes, whose code cannot be traced."""
 
     def __init__(self, layer: Any):
         super().__init__()

@@ -28,12 +28,18 @@ from operator import is_
 from typing import Any, TypeGuard
 
 import torch
+from hf_spec_kernels.eight_bit_linear import EightBitWeight
 from hf_spec_kernels.four_bit_linear import FourBitWeight
 from hf_spec_kernels.packed_linear import PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.backend.cpu.eight_bit import eight_bit_forward, is_eight_bit
+from hf_spec.backend.cpu.eight_bit import (
+    eight_bit_forward,
+    eight_bit_weight,
+    is_dynamic,
+    is_eight_bit,
+)
 from hf_spec.backend.cpu.four_bit import four_bit_forward, four_bit_weight, is_four_bit
 from hf_spec.backend.cpu.packed_gemm import (
     SAME_BITS,
@@ -245,9 +251,14 @@ def _versions(weights: Sequence[Tensor]) -> list[int]:
     return [version_of(weight) for weight in weights]
 
 
+def is_quantized(module: nn.Module) -> bool:
+    """Return True for a layer of bitsandbytes whose weight compiled layers may read."""
+    return is_four_bit(module) or (is_dynamic(module) and is_eight_bit(module))
+
+
 def kernel_weight(
     linear: nn.Module | Tensor, rows: int, dtype: torch.dtype
-) -> PackedWeight | FourBitWeight | Tensor | None:
+) -> PackedWeight | FourBitWeight | EightBitWeight | Tensor | None:
     """Return the weight that our kernel reads for `rows` rows of a linear layer, or of a weight.
 
     Small weights are read unpacked. The result is None if another form is faster for many rows, or
@@ -256,6 +267,9 @@ def kernel_weight(
     """
     if isinstance(linear, nn.Module) and is_four_bit(linear):
         return four_bit_weight(linear, dtype, rows) if has_fast_forward(linear) else None
+    if isinstance(linear, nn.Module) and is_dynamic(linear):
+        fast = has_fast_forward(linear)
+        return eight_bit_weight(linear, dtype, rows, mode.prompt) if fast else None
     if isinstance(linear, nn.Linear) and has_fast_forward(linear):
         forward = linear.__dict__["forward"]
         packed = forward.packed(rows, least=1) if isinstance(forward, _PackedForward) else None

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from hf_spec_kernels import four_bit_linear
+from hf_spec_kernels import eight_bit_linear, four_bit_linear
 from hf_spec_kernels.build import BuildError, load
+from hf_spec_kernels.eight_bit_linear import EightBitWeight
 from hf_spec_kernels.four_bit_linear import FourBitWeight
 from hf_spec_kernels.kv_write import cpu as kv_write
 from hf_spec_kernels.packed_linear import PackedWeight, multiplier
@@ -75,8 +76,10 @@ class Call(ctypes.Structure):
     )
 
 
-def weight_of(weight: PackedWeight | FourBitWeight | torch.Tensor) -> Weight:
-    """Return the structure of a packed or 4-bit weight, or of a contiguous (N, K) weight."""
+def weight_of(weight: PackedWeight | FourBitWeight | EightBitWeight | torch.Tensor) -> Weight:
+    """Return the structure of a packed or quantized weight, or of a contiguous (N, K) weight."""
+    if isinstance(weight, EightBitWeight):
+        return Weight(eight_bit_linear.multiplier(), ctypes.addressof(weight.arrays))
     if isinstance(weight, FourBitWeight):
         return Weight(four_bit_linear.multiplier(), ctypes.addressof(weight.arrays))
     if isinstance(weight, PackedWeight):

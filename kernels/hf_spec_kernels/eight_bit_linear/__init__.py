@@ -8,7 +8,8 @@ exact.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -18,10 +19,44 @@ from hf_spec_kernels.build import BuildError, load
 from hf_spec_kernels.dispatch import CPU_DTYPES, launches
 from hf_spec_kernels.eight_bit_linear import reference
 
-__all__ = ["INPUTS", "BuildError", "build", "dynamic_linear", "weight_only_linear"]
+__all__ = [
+    "INPUTS",
+    "BuildError",
+    "EightBitWeight",
+    "build",
+    "dynamic_linear",
+    "multiplier",
+    "weight_only_linear",
+]
+
+SOURCE = Path(__file__).with_name("kernel.cpp")
 
 # K is a multiple of this.
 INPUTS = 64
+
+
+class _Arrays(ctypes.Structure):
+    """`EightBitWeight` of the C++."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("threshold", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class EightBitWeight:
+    """An (N, K) weight for other C++ to multiply by; see `dynamic_linear` for its attributes."""
+
+    codes: Tensor
+    scales: Tensor
+    threshold: float
+
+    @cached_property
+    def arrays(self) -> ctypes.Structure:
+        """Addresses of the tensors, valid as long as this object."""
+        return _Arrays(self.codes.data_ptr(), self.scales.data_ptr(), self.threshold)
 
 
 def weight_only_linear(states: Tensor, codes: Tensor, scales: Tensor, impl: str = "auto") -> Tensor:
@@ -92,10 +127,8 @@ def dynamic_linear(
     if impl == "torch":
         return reference.dynamic_linear(states, codes, scales, bias, threshold)
     states, results = _prepare(states, codes)
-    halves = states.half().float()
     build(f"dynamic_{CPU_DTYPES[states.dtype]}")(
         states.data_ptr(),
-        halves.data_ptr(),
         codes.data_ptr(),
         scales.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -140,6 +173,15 @@ def _prepare(states: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     return states, states.new_empty(*states.shape[:-1], len(codes))
 
 
+def multiplier() -> int:
+    """Return the address of the kernel for an `EightBitWeight` in bfloat16, for other C++ to call.
+
+    Raises:
+        BuildError: if it cannot be built.
+    """
+    return ctypes.cast(load(SOURCE).dynamic_multiply, ctypes.c_void_p).value or 0
+
+
 @cache
 def build(name: str = "dynamic_float32") -> ctypes._NamedFuncPointer:
     """Build the kernel on the first call; return the C++ function of this name.
@@ -148,10 +190,10 @@ def build(name: str = "dynamic_float32") -> ctypes._NamedFuncPointer:
         BuildError: if it cannot be built.
     """
     function: ctypes._NamedFuncPointer
-    function = getattr(load(Path(__file__).with_name("kernel.cpp")), name)
+    function = getattr(load(SOURCE), name)
     if name.startswith("dynamic"):
         sizes = [*[ctypes.c_int64] * 3, ctypes.c_float, ctypes.c_int]
-        function.argtypes = [*[ctypes.c_void_p] * 6, *sizes]
+        function.argtypes = [*[ctypes.c_void_p] * 5, *sizes]
     else:
         function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
     function.restype = None

@@ -191,12 +191,27 @@ struct Quantized {
     std::vector<std::vector<Outlier>> outliers;
 };
 
-// As bitsandbytes does it, row by row. `halves` are the states rounded to float16.
+// Rounded to float16, ties to even; what is not a number stays one.
+inline float rounded_to_half(float value) {
+    constexpr float LEAST = 6.103515625e-05f, SUBNORMALS = 16777216.0f, OVERFLOWS = 65520.0f;
+    const float size = std::fabs(value);
+    if (size < LEAST) return std::nearbyint(value * SUBNORMALS) / SUBNORMALS;
+    if (size >= OVERFLOWS) return std::copysign(std::numeric_limits<float>::infinity(), value);
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    bits = (bits + 0xfffu + (bits >> 13 & 1u)) & ~0x1fffu;
+    if (size == size) std::memcpy(&value, &bits, sizeof bits);
+    return value;
+}
+
+// As bitsandbytes does it, row by row: of states rounded to float16.
 template <typename T>
-Quantized quantized(const T* states, const float* halves, int64_t rows, int64_t inputs, float threshold) {
+Quantized quantized(const T* states, int64_t rows, int64_t inputs, float threshold) {
     Quantized result{std::vector<int8_t>(rows * inputs), std::vector<float>(rows),
                      std::vector<std::vector<Outlier>>(rows)};
-    for (int64_t row = 0; row < rows; ++row, states += inputs, halves += inputs) {
+    std::vector<float> halves(inputs);
+    for (int64_t row = 0; row < rows; ++row, states += inputs) {
+        for (int64_t i = 0; i < inputs; ++i) halves[i] = rounded_to_half(widened(states[i]));
         auto& outliers = result.outliers[row];
         float largest = 0;
         for (int64_t i = 0; i < inputs; ++i) {
@@ -218,10 +233,10 @@ Quantized quantized(const T* states, const float* halves, int64_t rows, int64_t 
 
 // States are quantized, too, except outliers, which meet dequantized weights.
 template <typename T>
-void dynamic(const T* states, const float* halves, const int8_t* codes, const float* scales, const T* bias, T* results,
+void dynamic(const T* states, const int8_t* codes, const float* scales, const T* bias, T* results,
              int64_t rows, int64_t inputs, int64_t outputs, float threshold, int threads) {
     if (rows == 0) return;
-    const Quantized found = quantized(states, halves, rows, inputs, threshold);
+    const Quantized found = quantized(states, rows, inputs, threshold);
     multiply<Whole>(found.codes.data(), codes, rows, inputs, outputs, threads,
                     [&](int64_t row, int64_t output, int32_t sum) {
                         // Rounded before the bias is added: no fused instruction.
@@ -249,10 +264,9 @@ void dynamic(const T* states, const float* halves, const int8_t* codes, const fl
                             int64_t rows, int64_t inputs, int64_t outputs, int threads) {                      \
         weight_only<KIND>(states, codes, scales, results, rows, inputs, outputs, threads);                     \
     }                                                                                                          \
-    void dynamic_##NAME(const T* states, const float* halves, const int8_t* codes, const float* scales,        \
-                        const T* bias, T* results, int64_t rows, int64_t inputs, int64_t outputs,              \
-                        float threshold, int threads) {                                                        \
-        dynamic(states, halves, codes, scales, bias, results, rows, inputs, outputs, threshold, threads);      \
+    void dynamic_##NAME(const T* states, const int8_t* codes, const float* scales, const T* bias, T* results,  \
+                        int64_t rows, int64_t inputs, int64_t outputs, float threshold, int threads) {         \
+        dynamic(states, codes, scales, bias, results, rows, inputs, outputs, threshold, threads);              \
     }
 
 extern "C" {
@@ -260,5 +274,20 @@ extern "C" {
 // `inputs` is a multiple of 64.
 LINEAR(float32, float, Single)
 LINEAR(bfloat16, bfloat16, Pair)
+
+// A weight as decoder layers hold it; its arrays are those of `dynamic_bfloat16`.
+struct EightBitWeight {
+    const int8_t* codes;
+    const float* scales;
+    float threshold;
+};
+
+// `Weight::multiply` of decoder layers.
+void dynamic_multiply(const void* states, const void* weight, const void* bias, void* results, int64_t rows,
+                      int64_t inputs, int64_t outputs, int threads) {
+    const EightBitWeight& from = *static_cast<const EightBitWeight*>(weight);
+    dynamic_bfloat16(static_cast<const bfloat16*>(states), from.codes, from.scales, static_cast<const bfloat16*>(bias),
+                     static_cast<bfloat16*>(results), rows, inputs, outputs, from.threshold, threads);
+}
 
 }  // extern "C"

@@ -10,7 +10,12 @@ import torch
 from hf_spec_kernels import launches
 from torch import Tensor, nn
 
-from hf_spec.backend.cpu.eight_bit import MAX_ROWS, eight_bit_forward, is_eight_bit
+from hf_spec.backend.cpu.eight_bit import (
+    MAX_ROWS,
+    eight_bit_forward,
+    eight_bit_weight,
+    is_eight_bit,
+)
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from tests.compiler import needs_compiler
 
@@ -124,6 +129,23 @@ def test_other_calls_are_left_to_the_libraries() -> None:
     assert eight_bit_forward(cast, states(1, torch.bfloat16)) is None
     cast(states(1, torch.bfloat16))
     assert eight_bit_forward(cast, states(1, torch.bfloat16)) is not None
+
+
+@torch.no_grad()
+def test_compiled_layers_read_the_storage_of_bitsandbytes() -> None:
+    linear = dynamic(threshold=2.5)
+    dtype = torch.bfloat16
+    assert eight_bit_weight(linear, dtype, 1) is None, "its bias is in float32"
+    linear(states(1, dtype))
+    weight = eight_bit_weight(linear, dtype, MAX_ROWS)
+    assert weight is not None
+    assert weight.codes is linear.state.CB
+    assert weight.scales is linear.state.SCB
+    assert weight.threshold == 2.5
+    assert eight_bit_weight(linear, dtype, MAX_ROWS + 1) is None
+    assert eight_bit_weight(linear, dtype, 1, prompt=True) is None
+    assert eight_bit_weight(linear.train(), dtype, 1) is None
+    assert eight_bit_weight(dynamic(), torch.float32, 1) is None
 
 
 def test_a_weight_is_left_to_bitsandbytes_until_its_first_call() -> None:

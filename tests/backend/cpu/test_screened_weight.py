@@ -82,13 +82,75 @@ def test_every_score_is_within_its_margin() -> None:
     assert (limit < 0.02 * states.norm(dim=1, keepdim=True) * weight.norm(dim=1)).all()
 
 
-def test_without_margins_another_output_is_taken() -> None:
-    """A broken twin: scores alone would be wrong."""
-    weight = weight_of(torch.float32)
-    # A few that are close to each other and far from the rest, in blocks of their own.
-    generator = torch.Generator().manual_seed(1)
+def near_ties(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Outputs that are close to each other and far from the rest, in blocks of their own."""
+    weight, generator = weight_of(torch.float32), torch.Generator().manual_seed(1)
     weight[::300] = weight[50] * 5 + 0.02 * torch.randn(11, INPUTS, generator=generator)
     states = weight[50] + 0.1 * torch.randn(60, INPUTS, generator=generator)
+    return weight.to(dtype), states.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("weight_size", "states_size"),
+    [(1, 1), (1, 1e-10), (1, 1e-25), (1e-21, 1e10), (1, 1e17), (1e10, 1e17), (1e-10, 1e36)],
+)
+def test_numbers_of_any_size(dtype: torch.dtype, weight_size: float, states_size: float) -> None:
+    """Tiny numbers have squares of zero; sums of large ones overflow."""
+    weight, states = near_ties(dtype)
+    form, states = screened(weight * weight_size), states * states_size
+    some = [row for row in states.split(1) if form.best(row) is not None]
+    for row in some:
+        check(form, row)
+    assert len(some) == (60 if weight_size == 1 and 1e-12 < states_size < 1e18 else 0)
+
+
+def worst_case(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a weight of which output 50 is the best although its score is off by its margin.
+
+    The score of output 2000 is off by as much in the other direction. In bfloat16 the sum of output
+    50 is below that of output 2000, and both are -129.
+    """
+    count = 259
+    weight = torch.full((OUTPUTS, count + 2), -2.0)
+    # A scale of 1, an input for small steps, and errors of almost a half.
+    weight[[50, 2000], 0] = 127
+    weight[[50, 2000], 1] = torch.tensor([1.0, 7.0])
+    weight[50, 2:], weight[2000, 2:] = -0.50390625, -0.498046875
+    weight[50, -1 if dtype == torch.bfloat16 else -2 :] = 0.498046875
+    states = torch.tensor([[0, 0.0625] + [1] * count])
+    return weight.to(dtype), states.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_errors_as_large_as_margins(dtype: torch.dtype) -> None:
+    weight, states = worst_case(dtype)
+    form = screened(weight)
+    whole = packed_linear(states, form.exact)[0]
+    assert whole.argmax() == 50
+    assert (whole[50] == whole[2000]) == (dtype == torch.bfloat16)
+    assert check(form, states).item() < OUTPUTS / 8
+    # A broken twin: margins that are slightly too small.
+    best = replace(form, margins=form.margins * 0.99).best(states)
+    assert best is not None
+    assert best.argmax() == 2000
+
+
+def test_sums_that_differ_by_their_rounding_alone() -> None:
+    """The weight has no error in 8 bits."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 128, (INPUTS,), generator=generator)
+    weight = torch.full((OUTPUTS, INPUTS), -1.27)
+    for output in range(0, OUTPUTS, 300):
+        weight[output] = codes[torch.randperm(INPUTS, generator=generator)] * 0.01
+    form = screened(weight)
+    for state in torch.rand(50, generator=generator).tolist():
+        check(form, torch.full((1, INPUTS), state))
+
+
+def test_without_margins_another_output_is_taken() -> None:
+    """A broken twin: scores alone would be wrong."""
+    weight, states = near_ties(torch.float32)
     form = screened(weight)
     broken = replace(form, margins=torch.zeros(OUTPUTS))
     wrong = 0
@@ -107,7 +169,7 @@ def test_the_weight_is_left_as_it_was() -> None:
     assert torch.equal(weight, before)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_computed_whole(value: float) -> None:
     weight = weight_of(torch.float32)
     states = torch.randn(2, INPUTS)

@@ -229,6 +229,21 @@ def target_output(prompt: dict[str, Any]) -> torch.Tensor:
     return output
 
 
+@pytest.mark.parametrize("name", ["CB", "SCB", "threshold", "has_fp16_weights"])
+def test_changes_of_8_bit_layers_are_seen(name: str) -> None:
+    """What bitsandbytes stores in every call is not a change."""
+    bnb = pytest.importorskip("bitsandbytes")
+    linear = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu").eval()
+    linear.init_8bit_state()
+    state = LayerState()
+    state.add(nn.Sequential(linear))
+    state.seal()
+    linear.state.idx = torch.tensor([3])
+    assert state.holds()
+    setattr(linear.state, name, copy.copy(linear.state.SCB))
+    assert not state.holds()
+
+
 def test_layers_of_a_kind_differ_in_weights_and_index_alone() -> None:
     first, second, third = copy.deepcopy(tiny_models.build("gemma3")).model.layers
     state = LayerState()
