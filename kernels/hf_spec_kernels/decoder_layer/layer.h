@@ -112,6 +112,34 @@ void multiply(const Weight& weight, const T* states, const void* bias, T* result
     }
 }
 
+// Adds the low-rank change x A^T B^T to the results of the tokens that the gate chooses, by A of
+// (RANK, inputs) and B of (outputs, RANK). Other results are not touched.
+template <int RANK, typename T>
+void change(const T* states, const void* down, const void* up, const void* gate, T* results,
+            int64_t tokens, int64_t inputs, int64_t outputs) {
+    const bool* const chosen = static_cast<const bool*>(gate);
+    for (int64_t token = 0; token < tokens; ++token) {
+        if (!chosen[token]) continue;
+        const T* const source = states + token * inputs;
+        T* const to = results + token * outputs;
+        float narrowed[RANK];
+        for (int64_t k = 0; k < RANK; ++k) {
+            const T* const factors = static_cast<const T*>(down) + k * inputs;
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < inputs; ++i) sum += number(source[i]) * number(factors[i]);
+            narrowed[k] = sum;
+        }
+        for (int64_t output = 0; output < outputs; ++output) {
+            const T* const factors = static_cast<const T*>(up) + output * RANK;
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t k = 0; k < RANK; ++k) sum += narrowed[k] * number(factors[k]);
+            narrow(number(to[output]) + sum, to[output]);
+        }
+    }
+}
+
 // Writes new keys or values to their places; strides between tokens and heads are in elements.
 template <typename T>
 void store(const Attention& attention, const Storage& to, const int32_t* places, const T* states,
