@@ -313,7 +313,7 @@ class _Writer:
         (rank, inputs), outputs = down.meta["val"].shape, value.shape[-1]
         numbers = self._weights.get(down), self._weights.get(up), self._gates.get(gate)
         dtypes = {value.dtype, source.dtype, down.meta["val"].dtype, up.meta["val"].dtype}
-        fits = inputs == source.shape[-1] and up.meta["val"].shape == (outputs, rank)
+        fits = inputs == source.shape[-1] and up.meta["val"].shape == (rank, outputs)
         fits = fits and value.shape.numel() == outputs * TOKENS and len(dtypes) == 1
         given = [self._argument(number) for number in numbers if number is not None]
         if not fits or len(given) < len(numbers) or value.leaf is None:
@@ -322,7 +322,7 @@ class _Writer:
         to, leaf = value.leaf, self._text.in_memory(source, lambda form: form.is_contiguous())
         self._text.for_all(
             f"change<{rank}>({leaf.address}, {', '.join(given)}, {to.address}, tokens, {inputs}, "
-            f"{outputs});",
+            f"{outputs}, threads);",
             [leaf, to],
         )
         return value

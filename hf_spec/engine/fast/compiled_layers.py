@@ -331,11 +331,12 @@ class _Binding:
         key = tuple(change for _, change in acting)
         assert len(dict(acting)) == len(acting), "one adapter acts at a time"
         if key not in self._changed:
-            weights = dict(self.weights)
+            weights, forms = dict(self.weights), []
             for name, change in acting:
-                weights |= {name + DOWN: change.down, name + UP: change.up}
-            forms = tuple((name, c.down.dtype, c.down.shape, c.up.dtype) for name, c in acting)
-            self._changed[key] = _Binding(owner.number((self.kind, forms)), weights)
+                parts = change.down, change.up.T
+                weights |= zip((name + DOWN, name + UP), parts, strict=True)
+                forms.append((name, *((part.dtype, part.shape, part.stride()) for part in parts)))
+            self._changed[key] = _Binding(owner.number((self.kind, tuple(forms))), weights)
         return self._changed[key]
 
 

@@ -103,7 +103,7 @@ def _linear(states: Tensor, weight: Tensor, bias: Tensor | None, change: Change 
     result = F.linear(rows, weight, bias)
     if change is not None:
         down, up, gate = change
-        changed = result + F.linear(F.linear(rows, down), up)
+        changed = result + F.linear(rows, down) @ up
         # Other tokens keep their bits, also where the change is not finite.
         result = torch.where(gate[:, None], changed, result)
     return result.view(*states.shape[:-1], weight.shape[0])

@@ -35,7 +35,7 @@ STEP = "spec_step"
 PLAIN = (bool, int, float, str, type(None))
 # Longer inputs run uncompiled.
 MAX_TOKENS = 2048
-# Endings of the names of low-rank changes among the weights, after that of the changed weight.
+# Endings of the names of A and B^T of low-rank changes, after the name of the changed weight.
 DOWN, UP = ":down", ":up"
 # Number of tokens in traced inputs; the compiled layer takes any number.
 TRACED_TOKENS = 3
@@ -233,7 +233,7 @@ def library() -> torch.library.Library:
     return defined
 
 
-# Down, up and gate of a low-rank change.
+# (rank, K) down, (rank, N) up and (T,) gate of a low-rank change.
 Change = tuple[Tensor, Tensor, Tensor]
 
 

@@ -48,7 +48,7 @@ class LowRankChange:
     """Forward hook of one linear layer.
 
     Attributes:
-        down, up: A (rank, inputs) and B (outputs, rank).
+        down, up: A (rank, inputs) and B (outputs, rank). Compiled C++ needs contiguous A and B^T.
         tokens: tokens to which it applies.
     """
 

@@ -165,7 +165,9 @@ def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens
     placed = {}
     for name, (down, up) in lora.items():
         device = execution_device(model.get_submodule(name))
-        placed[name] = down.to(device, model.dtype), up.to(device, model.dtype)
+        # Column by column in memory, see `LowRankChange`.
+        columns = up.T.to(device, model.dtype).contiguous()
+        placed[name] = down.to(device, model.dtype).contiguous(), columns.T
     embeddings = stored[EMBEDDINGS].to(execution_device(table), model.dtype)
     return AdaptiveTokens(shape, embeddings, placed)
 
