@@ -259,16 +259,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "adapters for other layers share a compiled layer",
-        area="compiled layers",
-        file="hf_spec/engine/fast/compiled_layers.py",
-        old="owner.number((self.kind, tuple(forms)))",
-        new="owner.number((self.kind, bool(forms)))",
-        tests=(
-            "tests/engine/fast/test_compiled_layers.py::test_lora_weights_that_change_are_used",
-        ),
-    ),
-    Mutant(
         "a call under autocast runs compiled",
         area="compiled layers",
         file="hf_spec/engine/fast/compiled_layers.py",

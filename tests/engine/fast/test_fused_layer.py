@@ -12,7 +12,7 @@ from torch import _inductor
 
 import hf_spec
 from hf_spec.engine.fast import fused_layer
-from hf_spec.engine.fast.compiled_layers import BACKENDS, Backend
+from hf_spec.engine.fast.compiled_layers import BACKENDS, Backend, CompiledLayers
 from hf_spec.engine.fast.fused_layer import FusedLayer, fuse_layer
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
@@ -82,6 +82,7 @@ def check_lora(name: str, ran: list[Any]) -> None:
         with runner.active():
             found.append(runner.forward(tree, [[5, 7]]).logits)
         assert len(ran) >= (3 if mode == "on" else 0)
+        assert not CompiledLayers.of(target).refused
     expected, fused, endless_logits = found
     torch.testing.assert_close(fused, expected)
     assert torch.equal(endless_logits[:2], fused[:2])
