@@ -1,8 +1,8 @@
 """What it saves that compiled layers contain the gated LoRA of adaptive tokens.
 
 Run as `python -m examples.studies.sdsat.compiled_lora --model MODEL --adapter ADAPTER`.
-Interleaved: plain `generate()`, `none`, `sdsat` with layers that run uncompiled in steps with adaptive tokens,
-and `sdsat` as it is.
+Interleaved: plain `generate()`, `none`, `sdsat` with layers that run uncompiled in steps with
+adaptive tokens, and `sdsat` as it is.
 """
 
 from __future__ import annotations
