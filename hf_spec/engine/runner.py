@@ -23,7 +23,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from hf_spec.backend.device import transfer
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import output_cache
-from hf_spec.engine.fast.compiled_layers import CompiledLayers, uncompiled
+from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.fast.greedy_head import GreedyHead
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
@@ -316,9 +316,10 @@ class ModelRunner:
             if acting is None:
                 logits, *hidden = self._graphs.run(self._compute, tensors, step)
             else:
-                # Python code decides inside the layers what they compute.
-                with acting, uncompiled():
-                    logits, *hidden = self._compute(self._graphs.put(tensors, step), step)
+                # Hooks inside the layers differ from step to step, which graphs do not support.
+                with acting as gate:
+                    *tensors, step.gate = self._graphs.put([*tensors, gate], step)
+                    logits, *hidden = self._compute(tensors, step)
         # The results of a graph end with those of its padding.
         hidden = [states[:count] for states in hidden]
         return self._output(logits[: len(inputs.nodes)], hidden, inputs)
@@ -388,7 +389,7 @@ class ModelRunner:
         virtual = self._virtual_tokens
         return None if virtual is None else virtual.embed(self.model, tokens)
 
-    def _acting(self, tokens: Tensor) -> AbstractContextManager[None] | None:
+    def _acting(self, tokens: Tensor) -> AbstractContextManager[Tensor] | None:
         """Return the context in which layers treat virtual ones of (B, T) host tokens differently.
 
         None if layers do not act on any of them.

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight
 
 # Prompts per batch of `hf-spec train responses`.
@@ -47,7 +48,8 @@ class TrainSettings(Settings):
         epochs: passes over the answers.
         batch_tokens: tokens per micro-batch. Padding is included.
         accumulate: micro-batches per step. Those of all processes count.
-        learning_rate: peak learning rate. It rises over the first steps and falls to a tenth.
+        learning_rate: peak learning rate. It rises over the first steps and falls to a tenth. None
+            is for trainings with a default by mode.
         warm_up: share of warm-up steps. The rate rises in them.
         weight_decay: weight decay of AdamW.
         clip: maximum norm of the gradient.
@@ -63,7 +65,7 @@ class TrainSettings(Settings):
     epochs: Annotated[Count, Named("num_train_epochs")] = 3
     batch_tokens: Count = 2048
     accumulate: Annotated[Count, Named("gradient_accumulation_steps")] = 1
-    learning_rate: Weight = 1e-3
+    learning_rate: Weight | None = 1e-3
     warm_up: Annotated[Share, Named("warmup_ratio")] = 0.03
     weight_decay: Internal[Weight] = 0.0
     clip: Internal[Weight] = 1.0
@@ -77,13 +79,20 @@ class TrainSettings(Settings):
         """The settings that the result depends on, for checkpoints and the records of adapters."""
         return {name: value for name, value in asdict(self).items() if name != "log_with"}
 
+    @property
+    def peak_rate(self) -> float:
+        """The peak learning rate; raises `OptionError` without one."""
+        if self.learning_rate is None:
+            raise OptionError("learning_rate=None: this training has no default; choose a number")
+        return self.learning_rate
+
     def rate(self, step: int, num_steps: int) -> float:
         """Return the learning rate of a step, from 0: linear warm-up, then cosine to a tenth."""
         rising = max(1, round(self.warm_up * num_steps))
         if step < rising:
-            return self.learning_rate * (step + 1) / rising
+            return self.peak_rate * (step + 1) / rising
         progress = (step - rising) / max(1, num_steps - rising)
-        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+        return self.peak_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
     for parameter in trained:
         parameter.data = parameter.data.float()
     optimizer = torch.optim.AdamW(
-        trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+        trained, lr=settings.peak_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
     )
     folder.mkdir(parents=True, exist_ok=True)
     resolved = {**settings.recorded, **(facts or {})}

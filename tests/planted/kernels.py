@@ -215,9 +215,48 @@ MUTANTS = (
         "hooks of users inside a layer are skipped",
         area="compiled layers",
         file="hf_spec/engine/fast/compiled_layers.py",
-        old='harmless = module is layer or packages <= {"transformers", "hf_spec"}',
+        old="harmless = module is layer or all(map(_is_harmless, hooks))",
         new="harmless = True",
         tests=("tests/engine/fast/test_compiled_layers.py::test_hooks_and_training_are_obstacles",),
+    ),
+    Mutant(
+        "a compiled low-rank change ignores the gate",
+        area="compiled layers",
+        file="kernels/hf_spec_kernels/decoder_layer/layer.h",
+        old="if (static_cast<const bool*>(gate)[token]) chosen.push_back(token);",
+        new="if (gate != nullptr) chosen.push_back(token);",
+        tests=(
+            "tests/engine/fast/test_compiled_layers.py::test_the_lora_of_adaptive_tokens_is_compiled",
+        ),
+    ),
+    Mutant(
+        "a compiled layer leaves out low-rank changes",
+        area="compiled layers",
+        file="hf_spec/engine/fast/compiled_layers.py",
+        old="if change.acts]",
+        new="if change.acts and False]",
+        tests=(
+            "tests/engine/fast/test_compiled_layers.py::test_the_lora_of_adaptive_tokens_is_compiled",
+        ),
+    ),
+    Mutant(
+        "a fused low-rank change ignores the gate",
+        area="compiled layers",
+        file="hf_spec/engine/fast/fused_layer.py",
+        old="result = torch.where(gate[:, None], changed, result)",
+        new="result = torch.where(gate[:, None] | True, changed, result)",
+        tests=("tests/engine/fast/test_fused_layer.py::test_a_lora_of_chosen_tokens_is_fused",),
+    ),
+    Mutant(
+        "low-rank changes that differ are not noticed",
+        area="compiled layers",
+        file="hf_spec/engine/fast/layer_state.py",
+        old='self.view(attrgetter("down", "up"), change)',
+        new="pass",
+        tests=(
+            "tests/engine/fast/test_compiled_layers.py"
+            "::test_lora_weights_that_change_during_a_generation_are_used",
+        ),
     ),
     Mutant(
         "a call under autocast runs compiled",

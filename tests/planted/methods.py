@@ -9,8 +9,8 @@ MUTANTS = (
         "the LoRA of adaptive tokens acts on ordinary tokens",
         area="SDSAT",
         file="hf_spec/methods/sdsat/adaptive_tokens.py",
-        old='if self.shape.mode != "lora":',
-        new='if self.shape.mode == "lora":',
+        old='if self.shape.mode == "lora":',
+        new='if self.shape.mode != "lora":',
         tests=("tests/methods/sdsat/test_adaptive_tokens.py",),
     ),
     Mutant(
@@ -51,9 +51,9 @@ MUTANTS = (
     Mutant(
         "a LoRA goes on acting after an exception",
         area="SDSAT",
-        file="hf_spec/methods/sdsat/gated_lora.py",
-        old="try:\n            yield\n        finally:\n            self._local.rows = None",
-        new="yield\n        self._local.rows = None",
+        file="hf_spec/engine/forward/low_rank_change.py",
+        old="try:\n            yield\n        finally:\n            self.gate = None",
+        new="yield\n        self.gate = None",
         tests=("tests/methods/sdsat/test_gated_lora.py",),
     ),
     Mutant(

@@ -36,6 +36,11 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
 
 
+def test_a_training_without_a_default_rate_needs_one() -> None:
+    with pytest.raises(OptionError, match="learning_rate=None"):
+        TrainSettings(learning_rate=None).rate(0, 10)
+
+
 ANSWERS_ONLY = Training("try", "Try.", TrainSettings, "module:function", "the adapter", "none")
 
 

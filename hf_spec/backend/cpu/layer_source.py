@@ -83,8 +83,9 @@ class LayerSource:
 def layer_source(graph: fx.Graph, num_constants: int = 0) -> LayerSource:
     """Generate the C++ of a traced graph.
 
-    All sizes but the number of tokens are constant. `hf_spec.multiply` and `hf_spec.attend` are
-    linear layers and attention. The first `num_constants` inputs are the same in every call.
+    All sizes but the number of tokens are constant. `hf_spec.multiply`, `hf_spec.change` and
+    `hf_spec.attend` are linear layers, their low-rank changes, and attention. The first
+    `num_constants` inputs are the same in every call.
 
     Raises:
         SourceError: if an operation cannot be written in C++.
@@ -114,6 +115,8 @@ class _Writer:
         self._values: dict[fx.Node, Any] = {}
         # Index of inputs that depend on no token and are contiguous.
         self._weights: dict[fx.Node, int] = {}
+        # Index of inputs of truth values, one per token.
+        self._gates: dict[fx.Node, int] = {}
         self._text = text
 
     def add_input(self, index: int, node: fx.Node) -> None:
@@ -123,6 +126,8 @@ class _Writer:
         axis = token_axis(shape)
         if axis is None and tensor.is_contiguous():
             self._weights[node] = index
+        if tensor.dtype == torch.bool and shape == (TOKENS,):
+            self._gates[node] = index
         contiguous = axis is None or shape[:axis].numel() == 1
         if tensor.dtype not in TYPES or not contiguous:
             # An error is raised where it is used.
@@ -301,6 +306,27 @@ class _Writer:
         )
         return Value.of(to, states.dtype)
 
+    def _changed(
+        self, result: fx.Node, states: fx.Node, down: fx.Node, up: fx.Node, gate: fx.Node
+    ) -> Value:
+        value, source = self._get(result), self._get(states)
+        (rank, inputs), outputs = down.meta["val"].shape, value.shape[-1]
+        numbers = self._weights.get(down), self._weights.get(up), self._gates.get(gate)
+        dtypes = {value.dtype, source.dtype, down.meta["val"].dtype, up.meta["val"].dtype}
+        fits = inputs == source.shape[-1] and up.meta["val"].shape == (rank, outputs)
+        fits = fits and value.shape.numel() == outputs * TOKENS and len(dtypes) == 1
+        given = [self._argument(number) for number in numbers if number is not None]
+        if not fits or len(given) < len(numbers) or value.leaf is None:
+            raise SourceError("it changes something else than one row of each token")
+        # Only the change reads the result of the linear layer.
+        to, leaf = value.leaf, self._text.in_memory(source, lambda form: form.is_contiguous())
+        self._text.for_all(
+            f"change<{rank}>({leaf.address}, {', '.join(given)}, {to.address}, tokens, {inputs}, "
+            f"{outputs}, threads);",
+            [leaf, to],
+        )
+        return value
+
     def _attended(  # noqa: PLR0913 - the arguments of attention
         self,
         query: fx.Node,
@@ -357,6 +383,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "aten.stack.default": _Writer._stacked,
     "aten.native_layer_norm.default": _Writer._normed,
     "hf_spec.multiply.default": _Writer._multiplied,
+    "hf_spec.change.default": _Writer._changed,
     "hf_spec.attend.default": _Writer._attended,
 }
 

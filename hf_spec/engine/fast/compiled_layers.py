@@ -29,8 +29,10 @@ from hf_spec.engine.fast.fused_layer import FusedFunction, FusedLayer, fuse_laye
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
 from hf_spec.engine.fast.layer_tracing import (
+    DOWN,
     MAX_TOKENS,
     STEP,
+    UP,
     LayerCall,
     LayerFunction,
     as_tuple,
@@ -44,6 +46,7 @@ from hf_spec.engine.fast.packed_linear import (
     packed_changes,
 )
 from hf_spec.engine.forward.forward_overrides import ForwardOverrides
+from hf_spec.engine.forward.low_rank_change import LowRankChange, changes_in
 from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.step import PackedStep
 
@@ -99,16 +102,6 @@ def compiling(wanted: bool | None) -> Iterator[None]:
         yield
     finally:
         _thread.compile = before
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run layers uncompiled inside the block, a part of a forward pass, for hooks inside them."""
-    before, _thread.compiled = _thread.compiled, False
-    try:
-        yield
-    finally:
-        _thread.compiled = before
 
 
 # Errors of a layer that cannot be traced or compiled.
@@ -191,7 +184,8 @@ class CompiledLayers:
             for layer, kind in zip(self.layers, kinds, strict=True):
                 binding = None
                 if kind is not None:
-                    binding = _Binding(self.number((kind, code)), tensors_of(layer.layer))
+                    tensors, changes = tensors_of(layer.layer), _changes_of(layer.layer)
+                    binding = _Binding(self.number((kind, code)), tensors, changes)
                 # In one assignment: other threads read it without the lock.
                 layer.binding = binding
             self._packed, self._state = packed, state
@@ -321,17 +315,34 @@ class _Binding:
     Attributes:
         kind: number of all that it computes, code included.
         weights: parameters and buffers by name.
+        changes: low-rank changes of linear layers that are installed, by name of the weight.
         bound: functions with these weights.
     """
 
     kind: int
     weights: dict[str, Tensor]
+    changes: list[tuple[str, LowRankChange]] = field(default_factory=list)
     bound: dict[Function, BoundLayer | FusedLayer] = field(default_factory=dict)
+    _changed: dict[tuple[LowRankChange, ...], _Binding] = field(default_factory=dict)
 
     @cached_property
     def device(self) -> str:
         """Type of the device of the weights, a key of `BACKENDS`."""
         return next(iter(self.weights.values())).device.type
+
+    def changed(self, owner: CompiledLayers) -> _Binding:
+        """Return the binding with the low-rank changes that act in this thread's forward pass."""
+        acting = [(name, change) for name, change in self.changes if change.acts]
+        key = tuple(change for _, change in acting)
+        assert len(dict(acting)) == len(acting), "one adapter acts at a time"
+        if key not in self._changed:
+            weights, forms = dict(self.weights), []
+            for name, change in acting:
+                parts = change.down, change.up.T
+                weights |= zip((name + DOWN, name + UP), parts, strict=True)
+                forms.append((name, *((part.dtype, part.shape, part.stride()) for part in parts)))
+            self._changed[key] = _Binding(owner.number((self.kind, tuple(forms))), weights)
+        return self._changed[key]
 
 
 class CompiledLayer:
@@ -371,6 +382,8 @@ class CompiledLayer:
             or torch.is_autocast_enabled(binding.device)
         ):
             return self._run_uncompiled(args, kwargs, spec_step)
+        if spec_step.gate is not None:
+            binding = binding.changed(self.owner)
         call = _step_call(spec_step, args, kwargs)
         if call.num_tokens > MAX_TOKENS:
             return self._run_uncompiled(args, kwargs, spec_step)
@@ -439,7 +452,7 @@ def _step_call(step: PackedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     for call in step.layer_calls:
         if call.repeat(args, kwargs):
             return call
-    call = LayerCall(args, kwargs)
+    call = LayerCall(args, kwargs, step.gate)
     if len(step.layer_calls) < MAX_STEP_CALLS:
         step.layer_calls.append(call)
     return call
@@ -458,17 +471,39 @@ def _obstacle(layer: nn.Module) -> str | None:
         return "there are hooks of all modules"
     for module in layer.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        packages = {getattr(hook, "__module__", "").partition(".")[0] for hook in hooks}
-        # Hooks of the layer itself are called around it. Those of transformers collect outputs, and
-        # a layer in which hooks of hf_spec act runs `uncompiled`.
-        harmless = module is layer or packages <= {"transformers", "hf_spec"}
+        # Hooks of the layer itself are called around it.
+        harmless = module is layer or all(map(_is_harmless, hooks))
         # A compiled layer reads packed weights itself.
         forward = vars(module).get("forward")
         replaced = forward is not None and not isinstance(forward, CompiledLayer)
         replaced = replaced and not has_fast_forward(module)
         if replaced or not harmless or hasattr(module, "_hf_hook"):
             return "it has hooks or a forward of its own"
+    return _change_obstacle(layer)
+
+
+def _is_harmless(hook: Any) -> bool:
+    # Hooks of transformers collect outputs; compiled layers contain low-rank changes.
+    package = getattr(hook, "__module__", "").partition(".")[0]
+    return package == "transformers" or isinstance(hook, LowRankChange)
+
+
+def _change_obstacle(layer: nn.Module) -> str | None:
+    """Return why low-rank changes cannot be part of the compiled layer, or None."""
+    weights = [module._parameters.get("weight") for module in layer.modules()]
+    for module in layer.modules():
+        if not changes_in(module):
+            continue
+        if type(module) is not nn.Linear and not is_four_bit(module):
+            return f"there is a low-rank change of a layer of class {type(module).__name__}"
+        if sum(weight is module.weight for weight in weights) > 1:
+            return "there is a low-rank change of a layer that shares its weight"
     return None
+
+
+def _changes_of(layer: nn.Module) -> list[tuple[str, LowRankChange]]:
+    modules = layer.named_modules()
+    return [(f"{name}.weight", change) for name, part in modules for change in changes_in(part)]
 
 
 def _weights_obstacle(tensors: Collection[Tensor]) -> str | None:

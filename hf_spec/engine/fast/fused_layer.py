@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.engine.fast.layer_tracing import LayerCall, ResultForm, library, traced_layer
+from hf_spec.engine.fast.layer_tracing import (
+    Change,
+    LayerCall,
+    ResultForm,
+    library,
+    traced_layer,
+)
 from hf_spec.engine.forward.step import NOT_PASSED, PackedStep
 from hf_spec.engine.forward.tree_attention import tree_attention
 
@@ -91,10 +97,16 @@ class FusedLayer:
         return self._function.form.filled(tensors)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+def _linear(states: Tensor, weight: Tensor, bias: Tensor | None, change: Change | None) -> Tensor:
     """`F.linear` on a matrix: on three axes, some versions trace it for one number of tokens."""
-    result = F.linear(input.flatten(0, -2), weight, bias)
-    return result.view(*input.shape[:-1], weight.shape[0])
+    rows = states.flatten(0, -2)
+    result = F.linear(rows, weight, bias)
+    if change is not None:
+        down, up, gate = change
+        changed = result + F.linear(rows, down) @ up
+        # Other tokens keep their bits, also where the change is not finite.
+        result = torch.where(gate[:, None], changed, result)
+    return result.view(*states.shape[:-1], weight.shape[0])
 
 
 def _attend(  # noqa: PLR0913 - the arguments of the operation

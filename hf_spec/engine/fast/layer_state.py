@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
 from hf_spec.backend.cpu.eight_bit import is_dynamic
+from hf_spec.engine.forward.low_rank_change import changes_in
 
 # Compared by value. Lists and objects that hold them are followed.
 ATOMS = (
@@ -110,9 +111,11 @@ class LayerState:
                 self.watch_sized(store)
                 if store:
                     self.view(dict.values, store)
+            for change in changes_in(module):
+                self.view(attrgetter("down", "up"), change)
+                self._watch_addresses(change.down, change.up)
         tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-        self._tensors += tensors.values()
-        self._addresses += map(Tensor.data_ptr, tensors.values())
+        self._watch_addresses(*tensors.values())
         shapes = tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors.items())
         return tuple(parts), shapes
 
@@ -161,6 +164,10 @@ class LayerState:
         """Watch the objects that `read(source)` returns."""
         self._views.append((read, source))
         self._seen += read(source)
+
+    def _watch_addresses(self, *tensors: Tensor) -> None:
+        self._tensors += tensors
+        self._addresses += map(Tensor.data_ptr, tensors)
 
     def _attributes(self, module: nn.Module) -> Hashable:
         attributes = vars(module)

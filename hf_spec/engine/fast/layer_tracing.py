@@ -2,7 +2,8 @@
 
 Linear layers and attention are traced as custom operations, for which the compiled layer calls the
 same kernels as an uncompiled one. Weights are inputs, so layers of one kind share one C++ function.
-`fused_layer` compiles for a GPU what is traced here.
+The low-rank changes of linear layers and the gate of a step are inputs, too. `fused_layer` compiles
+for a GPU what is traced here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from hf_spec_kernels.decoder_layer import Call, build_layer
@@ -34,6 +35,8 @@ STEP = "spec_step"
 PLAIN = (bool, int, float, str, type(None))
 # Longer inputs run uncompiled.
 MAX_TOKENS = 2048
+# Endings of the names of A and B^T of low-rank changes, after the name of the changed weight.
+DOWN, UP = ":down", ":up"
 # Number of tokens in traced inputs; the compiled layer takes any number.
 TRACED_TOKENS = 3
 
@@ -104,20 +107,24 @@ class LayerCall:
     One call then serves all of them, and its keys are computed once per step; see `repeat`.
 
     Attributes:
-        tensors: all tensors, contiguous as compiled layers expect them.
+        tensors: all tensors, contiguous as compiled layers expect them; the last one is the gate of
+            the step if it has one.
         num_tokens: T of the hidden states (1, T, width), the first tensor.
+        has_gate: True if there is a gate.
         key: set by `CompiledLayers.key_of`, for the model in `key_owner`.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], gate: Tensor | None = None):
         self.args = args
         self.kwargs = kwargs
+        self.has_gate = gate is not None
         self.key = -1
         self.key_owner: object = None
         self._rest = (*args[1:], *self.kwargs.values())
         self._leaves: list[Any] = []
         for value in (*args[:1], *self._rest):
             self._leaves += value if type(value) is tuple else [value]
+        self._leaves += [gate] if self.has_gate else []
         self.tensors = [leaf.contiguous() for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.num_tokens: int = self.tensors[0].shape[-2]
         # Hidden states come first; lists may change in place.
@@ -140,7 +147,7 @@ class LayerCall:
     @cached_property
     def program_key(self) -> tuple[object, ...] | None:
         """Key that is equal for calls of one compiled layer; None with arguments of other types."""
-        parts: list[object] = [*self.kwargs]
+        parts: list[object] = [*self.kwargs, self.has_gate]
         for leaf in self._leaves:
             if isinstance(leaf, Tensor):
                 tokens = _token_axis(leaf, self.num_tokens)
@@ -200,13 +207,16 @@ def addresses_of(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 
 @cache
 def library() -> torch.library.Library:
-    """Define `hf_spec::attend` and `hf_spec::multiply`, which C++ stands for when they are run."""
+    """Define `hf_spec::attend`, `multiply` and `change`, which C++ stands for when they are run."""
     defined = torch.library.Library("hf_spec", "DEF")
     defined.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, float? scaling, "
         "float? softcap, int? window) -> Tensor"
     )
     defined.define("multiply(Tensor states, Tensor weight, Tensor? bias) -> Tensor")
+    defined.define(
+        "change(Tensor result, Tensor states, Tensor down, Tensor up, Tensor gate) -> Tensor"
+    )
 
     def attended(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
@@ -214,27 +224,50 @@ def library() -> torch.library.Library:
     def multiplied(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return states.new_empty(*states.shape[:-1], weight.shape[0])
 
+    def changed(result: Tensor, *rest: Tensor) -> Tensor:
+        return torch.empty_like(result)
+
     torch.library.register_fake("hf_spec::attend", attended, lib=defined)
     torch.library.register_fake("hf_spec::multiply", multiplied, lib=defined)
+    torch.library.register_fake("hf_spec::change", changed, lib=defined)
     return defined
 
 
-class _LinearAs(TorchFunctionMode):
-    """Traces `F.linear` as another function."""
+# (rank, K) down, (rank, N) up and (T,) gate of a low-rank change.
+Change = tuple[Tensor, Tensor, Tensor]
 
-    def __init__(self, linear: Callable[..., Tensor]):
+
+class Linear(Protocol):
+    """Stands for `F.linear` in a traced layer, with the low-rank change of the weight if any."""
+
+    def __call__(
+        self, states: Tensor, weight: Tensor, bias: Tensor | None, change: Change | None
+    ) -> Tensor:
+        """Return (..., N) results of (..., K) states."""
+
+
+class _LinearAs(TorchFunctionMode):
+    """Traces `F.linear` as another function; `changes` are by id of the weight."""
+
+    def __init__(self, linear: Linear, changes: Mapping[int, Change]):
         super().__init__()
         self._linear = linear
+        self._changes = changes
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
+        if func is F.linear:
+            return self._traced(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _traced(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        return self._linear(input, weight, bias, self._changes.get(id(weight)))
 
 
-def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-    result: Tensor = torch.ops.hf_spec.multiply(input, weight, bias)
-    return result
+def _multiply(states: Tensor, weight: Tensor, bias: Tensor | None, change: Change | None) -> Tensor:
+    result: Tensor = torch.ops.hf_spec.multiply(states, weight, bias)
+    return result if change is None else torch.ops.hf_spec.change(result, states, *change)
 
 
 def compile_layer(
@@ -254,9 +287,11 @@ def traced_layer(
     layer: nn.Module,
     weights: Mapping[str, Tensor],
     call: LayerCall,
-    linear: Callable[..., Tensor],
+    linear: Linear,
 ) -> TracedLayer:
     """Trace the calls of one kind; `linear` stands for `F.linear`, and attention is `attend`.
+
+    Low-rank changes are among the weights; they apply to the tokens that the call's gate chooses.
 
     Raises:
         Exception: `SourceError`, or any error of PyTorch's tracing tools.
@@ -274,8 +309,12 @@ def traced_layer(
     def run(*tensors: Tensor) -> list[Tensor]:
         step = TracedStep(torch.ops.hf_spec.attend)
         args, kwargs = call.with_tensors(iter(tensors[len(weights) :]), step)
-        with _LinearAs(linear):
-            named = dict(zip(weights, tensors, strict=False))
+        named, changes = dict(zip(weights, tensors, strict=False)), {}
+        for name in weights:
+            if name + DOWN in named:
+                change = named.pop(name + DOWN), named.pop(name + UP), tensors[-1]
+                changes[id(named[name])] = change
+        with _LinearAs(linear, changes):
             returned[:] = [functional_call(copied, named, args, kwargs)]
         return [part for part in as_tuple(returned[0]) if isinstance(part, Tensor)]
 
@@ -365,7 +404,7 @@ class _QuantizedLinear(nn.Module):
         self.bias = layer.bias
 
     def forward(self, states: Tensor) -> Tensor:
-        return _multiply(states, self.weight, self.bias)
+        return F.linear(states, self.weight, self.bias)
 
 
 def _token_axis(tensor: Tensor, tokens: int) -> int | None:

@@ -34,8 +34,12 @@ class VirtualTokens(Protocol):
         Ids from 0 on get the model's own embeddings. Does not synchronize with the device.
         """
 
-    def acting(self, token_ids: Tensor) -> AbstractContextManager[None]:
-        """Run one forward pass of an active model on these (B, T) host ids."""
+    def acting(self, token_ids: Tensor) -> AbstractContextManager[Tensor]:
+        """Run one forward pass of an active model on these (B, T) host ids.
+
+        Yields (B * T,) bool on the host, True for tokens that layers treat differently; they may do
+        so by a `LowRankChange` only.
+        """
 
 
 @dataclass(frozen=True)

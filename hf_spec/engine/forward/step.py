@@ -104,6 +104,7 @@ class PackedStep:
         segments: the tokens of the pass; empty for a step built by `of_layout`.
         traits: traits of the model's layers by index, shared by all its steps.
         sees: (T, bytes) uint8, the `bits` of the layout if they were computed on the device.
+        gate: (T,) bool, tokens to which a `LowRankChange` applies; None if there are none.
         written: layer index -> attention module of layers that have attended in this step.
         layer_calls: arguments of its compiled layers, cached by `CompiledLayer`.
     """
@@ -112,6 +113,7 @@ class PackedStep:
     segments: Sequence[Segment]
     traits: dict[int, LayerTraits] = field(default_factory=dict)
     sees: Tensor | None = None
+    gate: Tensor | None = None
     written: dict[int, nn.Module] = field(default_factory=dict)
     layer_calls: list[Any] = field(default_factory=list)
     _layouts: dict[torch.device, tuple[RaggedLayout, Tensor]] = field(default_factory=dict)

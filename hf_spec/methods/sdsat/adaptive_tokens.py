@@ -36,7 +36,7 @@ from hf_spec.adapters.reading import check_tensors, whole_number
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.errors import AssistantError, UnsupportedError
-from hf_spec.methods.sdsat.gated_lora import GatedLora, LoraWeights, Rows, merge_lora_inplace
+from hf_spec.methods.sdsat.gated_lora import GatedLora, LoraWeights, merge_lora_inplace
 from hf_spec.methods.sdsat.settings import MODES
 
 METHOD = "sdsat"
@@ -91,17 +91,15 @@ class AdaptiveTokens:
         adaptive = self.embeddings[kinds].to(standard.device, standard.dtype)
         return torch.where((token_ids < 0).to(standard.device)[..., None], adaptive, standard)
 
-    def acting(self, token_ids: Tensor) -> AbstractContextManager[None]:
+    @contextmanager
+    def acting(self, token_ids: Tensor) -> Iterator[Tensor]:
         """See `VirtualTokens.acting`."""
-        rows: Rows = slice(0, token_ids.numel())
+        gate = (token_ids < 0).flatten()
         # A LoRA of mode "lora" is here only in training; later it is merged.
-        if self.shape.mode != "lora":
-            indices = (token_ids < 0).flatten().nonzero()[:, 0]
-            first, end = (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
-            # A slice of consecutive rows saves a gather in every layer.
-            consecutive = end - first == len(indices)
-            rows = slice(first, end) if consecutive else indices.to(self.embeddings.device)
-        return self.lora.acting_on(rows, token_ids.numel())
+        if self.shape.mode == "lora":
+            gate = torch.ones_like(gate)
+        with self.lora.acting_on(gate):
+            yield gate
 
     @contextmanager
     def embedded(self, model: PreTrainedModel, token_ids: Tensor) -> Iterator[Tensor]:
@@ -167,7 +165,9 @@ def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens
     placed = {}
     for name, (down, up) in lora.items():
         device = execution_device(model.get_submodule(name))
-        placed[name] = down.to(device, model.dtype), up.to(device, model.dtype)
+        # Column by column in memory, see `LowRankChange`.
+        columns = up.T.to(device, model.dtype).contiguous()
+        placed[name] = down.to(device, model.dtype).contiguous(), columns.T
     embeddings = stored[EMBEDDINGS].to(execution_device(table), model.dtype)
     return AdaptiveTokens(shape, embeddings, placed)
 

@@ -1,17 +1,15 @@
 """A LoRA that acts at some positions of a forward pass only.
 
-A forward hook on each chosen linear layer adds x A^T B^T to the selected rows (Hu et al. 2022,
-arXiv 2106.09685, with its scaling factor inside B). All other rows stay bit-identical: nothing is
-added to them, not even zero. The hooks work on layers of any class that maps rows independently:
-`nn.Linear`, GPT-2's `Conv1D`, quantized layers.
+Each chosen linear layer gets a `LowRankChange`, a hook that leaves all other positions
+bit-identical. It works on layers of any class that maps tokens independently: `nn.Linear`, GPT-2's
+`Conv1D`, quantized layers.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +18,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_spec.common.errors import AssistantError, UnsupportedError
+from hf_spec.engine.forward.low_rank_change import ChosenTokens, LowRankChange
 from hf_spec.engine.models.recurrent_layers import mixers_of
 
 # A (rank, inputs) and B (outputs, rank) by layer name.
 LoraWeights = Mapping[str, tuple[Tensor, Tensor]]
-# Rows of a forward pass with batch and sequence flattened.
-Rows = slice | Tensor
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -84,8 +81,7 @@ class GatedLora:
 
     def __init__(self, weights: LoraWeights):
         self.weights = weights
-        # Per thread, since several generations may run in parallel.
-        self._local = threading.local()
+        self._tokens = ChosenTokens()
 
     def check(self, model: PreTrainedModel) -> None:
         """Check that the model has all layers in the right sizes, outside recurrent mixers."""
@@ -116,45 +112,13 @@ class GatedLora:
         layers = dict(model.named_modules())
         with ExitStack() as handles:
             for name, (down, up) in self.weights.items():
-                handles.enter_context(layers[name].register_forward_hook(self._hook(down, up)))
+                hook = LowRankChange(down, up, self._tokens)
+                handles.enter_context(layers[name].register_forward_hook(hook))
             yield
 
-    @contextmanager
-    def acting_on(self, rows: Rows, num_rows: int) -> Iterator[None]:
-        """Make this thread's hooks act on `rows` of a forward pass with `num_rows` rows."""
-        self._local.rows = rows, num_rows
-        try:
-            yield
-        finally:
-            self._local.rows = None
-
-    def _hook(self, down: Tensor, up: Tensor) -> Any:
-        def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            selection = getattr(self._local, "rows", None)
-            if selection is None:
-                return None
-            rows, num_rows = selection
-            flat = output.reshape(-1, output.shape[-1])
-            if flat.shape[0] != num_rows:
-                raise UnsupportedError(
-                    f"a layer of class {type(module).__name__} saw {flat.shape[0]} of {num_rows} "
-                    "tokens, so a gated LoRA cannot find the adaptive ones; leave out the layer"
-                )
-            source = inputs[0].reshape(num_rows, -1)[rows].to(down.dtype)
-            narrow = nn.functional.linear(source, down)
-            if not torch.is_grad_enabled() and output.is_contiguous():
-                # In place: no other module has read the output yet.
-                if isinstance(rows, slice) and output.dtype == up.dtype:
-                    flat[rows].addmm_(narrow, up.T)
-                else:
-                    flat[rows] += nn.functional.linear(narrow, up).to(output.dtype)
-                return None
-            change = nn.functional.linear(narrow, up).to(output.dtype)
-            if isinstance(rows, slice):
-                rows = torch.arange(num_rows, device=flat.device)[rows]
-            return flat.index_add(0, rows, change).view_as(output)
-
-        return add
+    def acting_on(self, gate: Tensor) -> AbstractContextManager[None]:
+        """Let this thread's hooks act on the tokens of a forward pass that (T,) `gate` chooses."""
+        return self._tokens.chosen(gate)
 
 
 def merge_lora_inplace(model: PreTrainedModel, weights: LoraWeights) -> None:

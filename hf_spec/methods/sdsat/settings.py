@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, get_args
 
 from hf_spec.common.errors import OptionError
@@ -18,8 +18,10 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 FROZEN_BASE = ("gated", "embeddings")
 # Prefix, suffix and middle marker of the infilling format.
 NUM_MARKERS = 3
-# 400 of 2,000 steps in the paper (section 3.2).
-SDSAT_RUN = TrainSettings(warm_up=0.2)
+# 400 of 2,000 warm-up steps in the paper (section 3.2). The peak rate depends on the mode.
+SDSAT_RUN = TrainSettings(warm_up=0.2, learning_rate=None)
+# Peak learning rate by mode; that of "full" is the paper's.
+LEARNING_RATES: dict[Mode, float] = {"gated": 1e-3, "embeddings": 1e-3, "lora": 1e-3, "full": 5e-5}
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ class SdsatTrainSettings(Settings):
         default = "branches" if self.frozen and self.loss == "improved" else "replaced"
         return self.layout or default
 
+    def resolved_run(self, run: TrainSettings) -> TrainSettings:
+        """Return settings of the training loop with the mode's learning rate if they have none."""
+        default = run.learning_rate is None
+        return replace(run, learning_rate=LEARNING_RATES[self.mode]) if default else run
+
     @property
     def num_kinds(self) -> int:
         """Number of different adaptive tokens."""
@@ -120,8 +127,9 @@ TRAINING = Training(
     help="""Train adaptive tokens, after which the target drafts for itself.
 
     Modes gated and embeddings leave the target's output unchanged; lora and full train another
-    model, full in OUT itself. The target's next-token distributions are computed and stored only
-    for --soft-weight. Use it with generate(..., spec_strategy="sdsat", assistant=OUT).
+    model, full in OUT itself. The default learning rate is 0.001, in mode full 5e-5. The target's
+    next-token distributions are computed and stored only for --soft-weight. Use it with
+    generate(..., spec_strategy="sdsat", assistant=OUT).
 
         hf-spec train sdsat MODEL --responses answers.jsonl --out my-tokens
     """,

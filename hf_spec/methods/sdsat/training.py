@@ -43,6 +43,7 @@ from hf_spec.methods.sdsat.gated_lora import new_lora
 from hf_spec.methods.sdsat.infilling import Infilling
 from hf_spec.methods.sdsat.settings import SDSAT_RUN, SdsatTrainSettings
 from hf_spec.methods.sdsat.training_chains import (
+    EVALUATION_BATCH,
     Text,
     agreement,
     draw_windows,
@@ -102,6 +103,7 @@ def train_sdsat(
     set of answers is empty.
     """
     check_plain_head(model)
+    run = settings.resolved_run(run)
     learned, held = learned_and_held(examples, settings.held_back, "examples")
     markers = settings.infilling_markers
     infilling = Infilling.of(tokenizer, markers) if settings.infilling else None
@@ -113,7 +115,9 @@ def train_sdsat(
     def evaluate() -> dict[str, float]:
         texts = [Text.of(example) for example in held]
         tokens, positions = student.decoding_tokens(), settings.evaluated_positions
-        return agreement(model, tokens, texts, settings.window, positions)
+        figures = agreement(model, tokens, texts, settings.window, positions)
+        # With a frozen base it is that of the base.
+        return figures if settings.frozen else {**figures, "clean_loss": student.clean_loss(texts)}
 
     record = {**asdict(settings), "examples": len(examples)}
     log = folder / "training"
@@ -198,6 +202,19 @@ class Student:
         slots = [slots_of(w, len(text.tokens)) for w, text in zip(windows, texts, strict=True)]
         return self._replaced(texts, slots)
 
+    @torch.no_grad()
+    def clean_loss(self, texts: Sequence[Text]) -> float:
+        """Return the mean cross-entropy of the answers in clean texts, f(Y) of eq. 9 (figure 5)."""
+        total, count = 0.0, 0
+        for begin in range(0, len(texts), EVALUATION_BATCH):
+            batch = texts[begin : begin + EVALUATION_BATCH]
+            answer = _answer_positions(batch)
+            logits = self._logits(batch, None, answer).float()
+            labels = torch.tensor([batch[row].tokens[p + 1] for row, p in answer])
+            losses = nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="sum")
+            total, count = total + float(losses), count + len(answer)
+        return total / max(count, 1)
+
     def _text(self, example: Example, generator: torch.Generator) -> Text:
         """Return prompt and answer, or by chance the answer alone in infilling format."""
         if (
@@ -222,12 +239,7 @@ class Student:
 
     def _replaced(self, texts: Sequence[Text], slots: Sequence[Tensor]) -> Loss:
         """Layout "replaced": eq. 8, or eq. 9 (only its second term with a frozen base)."""
-        # Positions that predict an answer token.
-        answer = [
-            (row, position)
-            for row, text in enumerate(texts)
-            for position in range(text.first - 1, len(text.tokens) - 1)
-        ]
+        answer = _answer_positions(texts)
         adaptive = [(row, position) for row, position in answer if slots[row][position] >= 0]
         if self.settings.loss == "basic":
             logits = self._logits(texts, slots, answer)
@@ -282,6 +294,15 @@ class Student:
         weights = hard.new_ones(len(positions))
         weights[soft_indices] = 1 - share
         return (weights * hard).sum() + share * soft.sum()
+
+
+def _answer_positions(texts: Sequence[Text]) -> list[tuple[int, int]]:
+    """Return the (text, position) pairs that predict an answer token."""
+    return [
+        (row, position)
+        for row, text in enumerate(texts)
+        for position in range(text.first - 1, len(text.tokens) - 1)
+    ]
 
 
 @torch.no_grad()

@@ -112,6 +112,48 @@ void multiply(const Weight& weight, const T* states, const void* bias, T* result
     }
 }
 
+// Adds the low-rank change x A^T B^T to the results of the tokens that the gate chooses, by A of
+// (RANK, inputs) and B^T of (RANK, outputs). Other results are not touched.
+template <int RANK, typename T>
+void change(const T* states, const void* down, const void* up, const void* gate, T* results,
+            int64_t tokens, int64_t inputs, int64_t outputs, int threads) {
+    constexpr int64_t BLOCK = 64;
+    std::vector<int64_t> chosen;
+    for (int64_t token = 0; token < tokens; ++token)
+        if (static_cast<const bool*>(gate)[token]) chosen.push_back(token);
+    const int64_t rows = chosen.size();
+    std::vector<float> narrowed(rows * RANK);
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows > 0)
+    {
+#pragma omp for schedule(static)
+        for (int64_t k = 0; k < RANK; ++k) {
+            const T* const factors = static_cast<const T*>(down) + k * inputs;
+            for (int64_t row = 0; row < rows; ++row) {
+                const T* const source = states + chosen[row] * inputs;
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = 0; i < inputs; ++i) sum += number(source[i]) * number(factors[i]);
+                narrowed[row * RANK + k] = sum;
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < outputs; first += BLOCK) {
+            const int64_t size = std::min(BLOCK, outputs - first);
+            for (int64_t row = 0; row < rows; ++row) {
+                float sums[BLOCK] = {};
+                for (int64_t k = 0; k < RANK; ++k) {
+                    const T* const factors = static_cast<const T*>(up) + k * outputs + first;
+                    const float factor = narrowed[row * RANK + k];
+#pragma omp simd
+                    for (int64_t i = 0; i < size; ++i) sums[i] += factor * number(factors[i]);
+                }
+                T* const to = results + chosen[row] * outputs + first;
+                for (int64_t i = 0; i < size; ++i) narrow(number(to[i]) + sums[i], to[i]);
+            }
+        }
+    }
+}
+
 // Writes new keys or values to their places; strides between tokens and heads are in elements.
 template <typename T>
 void store(const Attention& attention, const Storage& to, const int32_t* places, const T* states,

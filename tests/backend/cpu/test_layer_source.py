@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hf_spec.backend.cpu.layer_text import SourceError
 from hf_spec.engine.fast.layer_call import BoundLayer
-from hf_spec.engine.fast.layer_tracing import LayerCall, compile_layer, tensors_of
+from hf_spec.engine.fast.layer_tracing import DOWN, UP, LayerCall, compile_layer, tensors_of
 from tests.compiler import needs_compiler
 
 pytestmark = needs_compiler
@@ -142,6 +142,33 @@ def test_a_token_has_the_same_bits_in_every_batch(name: str) -> None:
     together = run(states)
     for token in range(20):
         assert torch.equal(run(states[:, token : token + 1])[0, 0], together[0, token])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rank", "outputs"), [(1, 70), (5, 24), (16, 128)])
+def test_low_rank_changes_of_chosen_tokens(rank: int, outputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(WIDTH, outputs)).to(dtype)
+    down, up = torch.randn(rank, WIDTH, dtype=dtype), torch.randn(rank, outputs, dtype=dtype)
+    weights = {**tensors_of(layer), "0.weight" + DOWN: down, "0.weight" + UP: up}
+    first = LayerCall((torch.randn(1, 2, WIDTH, dtype=dtype),), {}, torch.tensor([True, False]))
+    bound = BoundLayer(compile_layer(layer, weights, first), weights, layer, layer)
+    step: Any = None
+    before = torch.get_num_threads()
+    for tokens, threads in ((1, 1), (2, 3), (9, 3)):
+        states = torch.randn(1, tokens, WIDTH, dtype=dtype)
+        torch.set_num_threads(threads)
+        try:
+            for gate in (torch.rand(tokens) < 0.5, torch.ones(tokens) > 0, torch.zeros(tokens) > 0):
+                found = bound(LayerCall((states,), {}, gate), step)
+                plain = bound(LayerCall((states,), {}, torch.zeros(tokens) > 0), step)
+                expected = plain.float() + states.float() @ down.float().T @ up.float()
+                assert torch.equal(found[0, ~gate], plain[0, ~gate])
+                limits = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+                torch.testing.assert_close(found[0, gate].float(), expected[0, gate], **limits)
+        finally:
+            torch.set_num_threads(before)
 
 
 @torch.no_grad()

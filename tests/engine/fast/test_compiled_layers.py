@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,10 @@ from hf_spec.engine.fast import layer_tracing as layer_programs
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, compiling
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.low_rank_change import changes_in
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.registry import parse_strategy
-from hf_spec.methods.sdsat.adaptive_tokens import from_adapter
+from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveTokens, from_adapter
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
@@ -377,25 +379,170 @@ def test_the_option_compiles_what_drafts(strategy: str, runs: list[Any]) -> None
     assert set(runs) - {layer.self_attn for layer in target.model.layers}
 
 
+CHAIN = [7, -1, -1, -1]
+
+
 @torch.no_grad()
-def test_a_lora_that_acts_on_adaptive_tokens_goes_on_acting(runs: list[Any]) -> None:
-    """Its hooks come when the layers have their programs already."""
-    target = model("llama")
-    tokens = from_adapter(target, tiny_models.random_adaptive_tokens(target))
+def step_logits(target: Any, tokens: AdaptiveTokens, *steps: list[int]) -> list[torch.Tensor]:
+    """Logits of chains of nodes, one after the other, with the LoRA of adaptive tokens."""
+    runner, text, found = ModelRunner(target, 1, virtual_tokens=tokens), [5], []
+    with runner.active():
+        for nodes in steps:
+            text.append(7)
+            tree = DraftTree.from_rows([(nodes, list(range(-1, len(nodes) - 1)))])
+            found.append(runner.forward(tree, [text]).logits)
+            runner.keep([[]])
+    return found
+
+
+def adaptive(target: Any) -> AdaptiveTokens:
+    return from_adapter(target, tiny_models.random_adaptive_tokens(target))
+
+
+@pytest.mark.by_default(name=("llama",))
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox"])
+def test_the_lora_of_adaptive_tokens_is_compiled(name: str, runs: list[Any]) -> None:
+    """It is installed when the layers are compiled already; nodes are chosen anew in every step."""
+    target = model(name)
+    tokens = adaptive(target)
+    steps = [[7], CHAIN, [7, 9, -1, 8], [7, 8], [7, 9, 9, -1]]
     found = []
     for mode in ("off", "on"):
         hf_spec.compile(target, mode)
-        runner, text = ModelRunner(target, 1, virtual_tokens=tokens), [5]
-        with runner.active():
-            for nodes in ([7], [7, -1, -1]):
-                runs.clear()
-                tree = DraftTree.from_rows([(nodes, list(range(-1, len(nodes) - 1)))])
-                logits = runner.forward(tree, [[*text, 7]]).logits
-                runner.keep([[]])
-                text.append(7)
-                assert bool(runs) == (mode == "on" and nodes == [7])
-        found.append(logits)
-    torch.testing.assert_close(found[1], found[0])
+        runs.clear()
+        found.append(step_logits(target, tokens, *steps))
+    assert len(runs) >= 3 * len(steps)
+    assert not CompiledLayers.of(target).refused
+    for compiled, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(compiled, expected)
+    without = AdaptiveTokens(tokens.shape, tokens.embeddings)
+    plain_logits = step_logits(target, without, *steps)
+    for nodes, compiled, plain in zip(steps, found[1], plain_logits, strict=True):
+        changed = (compiled - plain).abs().amax(-1) > 0
+        assert changed.tolist() == [-1 in nodes[: end + 1] for end in range(len(nodes))]
+
+
+@pytest.mark.parametrize("factor", [0.0, 50.0])
+def test_nodes_without_a_lora_have_the_same_bits_whatever_others_get(factor: float) -> None:
+    target = model("llama")
+    tokens = adaptive(target)
+    hf_spec.compile(target)
+    nodes = [7, 9, 8, -1, -1]
+    (expected,) = step_logits(target, AdaptiveTokens(tokens.shape, tokens.embeddings), nodes)
+    lora = {name: (down, factor * up) for name, (down, up) in tokens.lora.weights.items()}
+    (found,) = step_logits(target, AdaptiveTokens(tokens.shape, tokens.embeddings, lora), nodes)
+    assert torch.equal(found[:3], expected[:3])
+    assert torch.equal(found, expected) == (factor == 0)
+
+
+def test_lora_weights_that_change_are_used() -> None:
+    """Layers are not compiled again, and those of the adapter before are not used."""
+    target = model("llama")
+    hf_spec.compile(target)
+    tokens = adaptive(target)
+    (before,) = step_logits(target, tokens, CHAIN)
+    programs = len(CompiledLayers.of(target).functions)
+    name, (down, up) = next(iter(tokens.lora.weights.items()))
+
+    def agrees(others: AdaptiveTokens) -> None:
+        (found,) = step_logits(target, others, CHAIN)
+        hf_spec.compile(target, "off")
+        (expected,) = step_logits(target, others, CHAIN)
+        hf_spec.compile(target)
+        torch.testing.assert_close(found, expected)
+        assert not torch.equal(found, before)
+
+    other = {**tokens.lora.weights, name: (-2 * down, up)}
+    agrees(AdaptiveTokens(tokens.shape, tokens.embeddings, other))
+    del other[name]
+    agrees(AdaptiveTokens(tokens.shape, tokens.embeddings, other))
+    down.mul_(-3)
+    agrees(tokens)
+    assert len(CompiledLayers.of(target).functions) == programs + 1, "one without the first layer"
+
+
+@torch.no_grad()
+def test_lora_weights_that_change_during_a_generation_are_used() -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    tokens, tree = adaptive(target), DraftTree.from_rows([(CHAIN, [-1, 0, 1, 2])])
+    runner, found = ModelRunner(target, 1, virtual_tokens=tokens), []
+    with runner.active():
+        for factor in (1, -4, 1):
+            for layer in target.model.layers:
+                (change,) = changes_in(layer.mlp.up_proj)
+                change.up = (change.up.T * factor).T
+            found.append(runner.forward(tree, [[5, 7]]).logits)
+            runner.shorten(0, 0)
+    assert not torch.allclose(found[0], found[1])
+    assert torch.equal(found[1], found[2])
+
+
+def test_two_loras_act_in_threads_of_their_own() -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    first = adaptive(target)
+    double = {name: (2 * down, up) for name, (down, up) in first.lora.weights.items()}
+    both = [first, AdaptiveTokens(first.shape, first.embeddings, double)]
+    expected = [step_logits(target, tokens, *[CHAIN] * 20) for tokens in both]
+    found: list[Any] = [None, None]
+
+    def run(index: int) -> None:
+        found[index] = step_logits(target, both[index], *[CHAIN] * 20)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert not torch.allclose(found[0][0], found[1][0])
+
+
+class Halved(nn.Linear):
+    """Its low-rank change is added after the whole forward."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states) / 2
+
+
+@pytest.mark.parametrize("obstacle", ["another class", "a shared weight"])
+def test_loras_of_other_layers_are_not_compiled(obstacle: str, runs: list[Any]) -> None:
+    target = model("llama")
+    for layer in target.model.layers:
+        if obstacle == "another class":
+            layer.mlp.up_proj.__class__ = Halved
+        else:
+            layer.mlp.up_proj.weight = layer.mlp.gate_proj.weight
+    tokens, found = adaptive(target), []
+    for mode in ("off", "on"):
+        hf_spec.compile(target, mode)
+        runs.clear()
+        found.append(step_logits(target, tokens, CHAIN)[0])
+    assert not runs
+    assert torch.equal(*found)
+    reason = "Halved" if obstacle == "another class" else "shares its weight"
+    assert all(reason in text for text in CompiledLayers.of(target).refused.values())
+
+
+@pytest.mark.by_default(name=("llama",))
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_sliding"])
+@pytest.mark.parametrize("kind", ["one", "ragged"])
+def test_compiled_loras_give_the_tokens_of_plain_generate(
+    name: str, kind: str, runs: list[Any]
+) -> None:
+    target = model(name)
+    hf_spec.compile(target)
+    expected = generate(target, name, kind)
+    runs.clear()
+    for fused in (False, True):
+        options = tiny_models.speculation(name, "sdsat")
+        config = parse_strategy(options.pop("spec_strategy"))
+        options["spec_strategy"] = dataclasses.replace(config, fused=fused)
+        assert torch.equal(generate(target, name, kind, **options), expected)
+    assert runs
+    assert not CompiledLayers.of(target).refused
 
 
 def test_only_compile_warns_of_layers_that_cannot_be_compiled(

@@ -12,8 +12,11 @@ from torch import _inductor
 
 import hf_spec
 from hf_spec.engine.fast import fused_layer
-from hf_spec.engine.fast.compiled_layers import BACKENDS, Backend
+from hf_spec.engine.fast.compiled_layers import BACKENDS, Backend, CompiledLayers
 from hf_spec.engine.fast.fused_layer import FusedLayer, fuse_layer
+from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.runner import ModelRunner
+from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveTokens, from_adapter
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
@@ -61,6 +64,41 @@ def check(name: str, ran: list[Any]) -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_tokens_of_plain_generate(name: str, fused: list[Any]) -> None:
     check(name, fused)
+
+
+@torch.no_grad()
+def check_lora(name: str, ran: list[Any]) -> None:
+    """With changes that are not finite, tokens that are not chosen keep their bits."""
+    target = copy.deepcopy(tiny_models.build(name))
+    assert hf_spec.compile(target).layers == 3
+    tokens, nodes = from_adapter(target, tiny_models.random_adaptive_tokens(target)), [7, 9, -1, -1]
+    endless = {name: (down, up / 0) for name, (down, up) in tokens.lora.weights.items()}
+    tree, found = DraftTree.from_rows([(nodes, [-1, 0, 1, 2])]), []
+    for lora, mode in ((tokens.lora.weights, "off"), (tokens.lora.weights, "on"), (endless, "on")):
+        ran.clear()
+        hf_spec.compile(target, mode)
+        adapted = AdaptiveTokens(tokens.shape, tokens.embeddings, lora)
+        runner = ModelRunner(target, 1, virtual_tokens=adapted)
+        with runner.active():
+            found.append(runner.forward(tree, [[5, 7]]).logits)
+        assert len(ran) >= (3 if mode == "on" else 0)
+        assert not CompiledLayers.of(target).refused
+    expected, fused, endless_logits = found
+    torch.testing.assert_close(fused, expected)
+    assert torch.equal(endless_logits[:2], fused[:2])
+    assert not endless_logits[2:].isfinite().any()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_lora_of_chosen_tokens_is_fused(name: str, fused: list[Any]) -> None:
+    check_lora(name, fused)
+
+
+@pytest.mark.full
+@needs_compiler
+def test_a_lora_of_chosen_tokens_with_generated_code(fused: list[Any]) -> None:
+    check_lora("llama", fused)
 
 
 @pytest.mark.full

@@ -19,6 +19,7 @@ from transformers.models.llama import modeling_llama
 import hf_spec
 from hf_spec.engine.fast import compiled_layers, layer_state
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
+from hf_spec.engine.forward.low_rank_change import ChosenTokens, LowRankChange
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
@@ -157,6 +158,23 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Any], Any]] = {
         mlp.inner.config, "some_new_field", "value"
     ),
 }
+
+
+@pytest.mark.parametrize("change", ["another A", "the storage of B", "a hook less"])
+def test_a_low_rank_change_that_differs_is_seen(change: str, target: Any) -> None:
+    linear = target.model.layers[1].mlp.inner.up_proj
+    hook = LowRankChange(torch.randn(2, 32), torch.randn(64, 2), ChosenTokens())
+    handle = linear.register_forward_hook(hook)
+    state, keys = state_of(target)
+    assert state.holds()
+    if change == "another A":
+        hook.down = hook.down.clone()
+    elif change == "the storage of B":
+        hook.up.data = hook.up.clone()
+    else:
+        handle.remove()
+    assert not state.holds()
+    assert state_of(target)[1] == keys
 
 
 def state_of(model: Any) -> tuple[LayerState, list[Any]]:

@@ -53,9 +53,9 @@ class AnyVector:
         return embeddings
 
     @contextmanager
-    def acting(self, token_ids: Tensor) -> Iterator[None]:
+    def acting(self, token_ids: Tensor) -> Iterator[Tensor]:
         self.acted.append(token_ids[token_ids < 0].tolist())
-        yield
+        yield (token_ids < 0).flatten()
 
 
 def test_the_tree_counts_tokens_alone() -> None:

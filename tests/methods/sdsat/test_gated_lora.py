@@ -23,6 +23,12 @@ def random_lora(name: str, rank: int = 3) -> GatedLora:
     return GatedLora(lora)
 
 
+def gate(num_tokens: int, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
+    chosen = torch.zeros(num_tokens, dtype=torch.bool)
+    chosen[rows] = True
+    return chosen
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gpt_neox", "falcon_gqa"])
 @torch.no_grad()
 def test_every_layer_gets_the_change_at_the_chosen_rows_alone(name: str) -> None:
@@ -35,7 +41,7 @@ def test_every_layer_gets_the_change_at_the_chosen_rows_alone(name: str) -> None
         change = x @ down.T @ up.T
         single = GatedLora({path: (down, up)})
         for rows in (slice(3, 7), torch.tensor([0, 4, 9])):
-            with single.installed(model), single.acting_on(rows, 10):
+            with single.installed(model), single.acting_on(gate(10, rows)):
                 found = layer(x).reshape(10, -1)
             flat = plain.reshape(10, -1).clone()
             untouched = torch.ones(10, dtype=torch.bool)
@@ -52,7 +58,7 @@ def test_with_gradients_it_computes_the_same() -> None:
     lora = GatedLora({"layer": (down, up)})
     x = torch.randn(1, 5, 6)
     for rows in (slice(1, 3), torch.tensor([0, 4])):
-        with lora.installed(model), lora.acting_on(rows, 5):  # type: ignore[arg-type]
+        with lora.installed(model), lora.acting_on(gate(5, rows)):  # type: ignore[arg-type]
             with torch.no_grad():
                 plain = layer(x)
             learned = layer(x)
@@ -73,7 +79,7 @@ def test_nothing_happens_outside_of_the_block() -> None:
     plain = model(ids).logits
     with lora.installed(model):
         assert torch.equal(model(ids).logits, plain)
-        with lora.acting_on(slice(4, 9), 9):
+        with lora.acting_on(gate(9, slice(4, 9))):
             changed = model(ids).logits
         assert torch.equal(model(ids).logits, plain)
     assert not torch.equal(changed[0, 4:], plain[0, 4:])
@@ -85,7 +91,7 @@ def test_hooks_go_after_an_exception() -> None:
     model = copy.deepcopy(build("llama"))
     before = snapshot(model)
     lora = random_lora("llama")
-    with pytest.raises(KeyError), lora.installed(model), lora.acting_on(slice(0, 1), 1):
+    with pytest.raises(KeyError), lora.installed(model), lora.acting_on(gate(1)):
         raise KeyError
     assert snapshot(model) == before
 
@@ -96,7 +102,7 @@ def test_it_stops_acting_after_an_exception() -> None:
     lora, ids = random_lora("llama"), torch.arange(3, 12)[None]
     plain = model(ids).logits
     with lora.installed(model):
-        with pytest.raises(KeyError), lora.acting_on(slice(4, 9), 9):
+        with pytest.raises(KeyError), lora.acting_on(gate(9, slice(4, 9))):
             raise KeyError
         assert torch.equal(model(ids).logits, plain)
 
@@ -135,7 +141,7 @@ class TestLayers:
         model = nn.ModuleDict({"layer": nn.Linear(6, 4)})
         lora = GatedLora({"layer": (torch.randn(2, 6), torch.randn(4, 2))})
         refused = pytest.raises(UnsupportedError, match="Linear saw 5 of 7 tokens")
-        with lora.installed(model), lora.acting_on(slice(0, 1), 7), refused:  # type: ignore[arg-type]
+        with lora.installed(model), lora.acting_on(gate(7, slice(0, 1))), refused:  # type: ignore[arg-type]
             model["layer"](torch.randn(5, 6))
 
 
@@ -158,7 +164,7 @@ def test_merging_is_the_same_as_acting_everywhere(name: str) -> None:
     model = copy.deepcopy(build(name))
     lora = random_lora(name)
     ids = torch.arange(5, 15)[None] % VOCAB
-    with lora.installed(model), lora.acting_on(slice(0, 10), 10):
+    with lora.installed(model), lora.acting_on(gate(10)):
         expected = model(ids).logits
     merge_lora_inplace(model, lora.weights)
     torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)

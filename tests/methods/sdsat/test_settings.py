@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,18 @@ def test_wrong_values(wrong: dict[str, Any]) -> None:
         SdsatTrainSettings(**wrong)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_has_its_learning_rate(mode: Any) -> None:
+    settings = SdsatTrainSettings(mode=mode)
+    resolved = settings.resolved_run(SDSAT_RUN)
+    # That of mode full is the paper's.
+    assert resolved.learning_rate == (5e-5 if mode == "full" else 1e-3)
+    assert replace(resolved, learning_rate=None) == SDSAT_RUN
+    chosen = replace(SDSAT_RUN, learning_rate=3e-4)
+    assert settings.resolved_run(chosen) == chosen
+
+
 def test_defaults() -> None:
-    assert (SDSAT_RUN.epochs, SDSAT_RUN.learning_rate, SDSAT_RUN.batch_tokens) == (3, 1e-3, 2048)
+    assert (SDSAT_RUN.epochs, SDSAT_RUN.learning_rate, SDSAT_RUN.batch_tokens) == (3, None, 2048)
     # As in the paper.
     assert (SDSAT_RUN.warm_up, SdsatTrainSettings().start_share) == (0.2, 0.1)

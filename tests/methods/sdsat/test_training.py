@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec import OptionError, SdsatConfig, UnsupportedError
 from hf_spec.methods.sdsat.adaptive_tokens import merge_lora
+from hf_spec.methods.sdsat.gated_lora import merge_lora_inplace
 from hf_spec.methods.sdsat.infilling import Infilling
-from hf_spec.methods.sdsat.settings import SdsatTrainSettings
+from hf_spec.methods.sdsat.settings import LEARNING_RATES, SdsatTrainSettings
 from hf_spec.methods.sdsat.training import Student, train_sdsat
 from hf_spec.methods.sdsat.training_chains import Text, agreement, draw_windows, slots_of
 from hf_spec.training.answers import Example
@@ -96,6 +97,20 @@ class TestTraining:
         plain = fresh.generate(prompt, max_new_tokens=9, do_sample=False)
         found = fresh.generate(prompt, max_new_tokens=9, do_sample=False, spec_strategy="sdsat")
         assert torch.equal(found, plain)
+
+    @pytest.mark.parametrize("mode", ["gated", "lora", "full"])
+    def test_rate_and_clean_loss_are_recorded(
+        self, model: PreTrainedModel, examples: list[Example], tmp_path: Path, mode: Any
+    ) -> None:
+        """The loss on clean text where training changes it."""
+        settings = replace(SETTINGS, mode=mode)
+        run = replace(RUN, learning_rate=None, epochs=1, evaluate_every=1)
+        train_sdsat(model, examples, tmp_path / "out", settings, run)
+        lines = (tmp_path / "out" / "training" / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert max(row["rate"] for row in rows) == LEARNING_RATES[mode]
+        losses = [row["clean_loss"] for row in rows if "clean_loss" in row]
+        assert len(set(losses)) == (0 if mode == "gated" else len(rows))
 
     @pytest.mark.parametrize("stop_at", [3, 6])
     def test_a_resumed_run_equals_an_unbroken_one(
@@ -223,6 +238,28 @@ class TestLoss:
         settings = replace(SETTINGS, mode="lora", loss="basic")
         _, count = Student(model, settings).loss(self.batch(examples))
         assert count == sum(len(e.response.response) for e in examples[:3])
+
+    @pytest.mark.parametrize("mode", ["lora", "full"])
+    def test_the_clean_loss_is_that_of_the_changed_model(
+        self, model: PreTrainedModel, examples: list[Example], mode: Any
+    ) -> None:
+        student = Student(model, replace(SETTINGS, mode=mode))
+        texts = [Text.of(example) for example in examples[:11]]
+        before = student.clean_loss(texts)
+        with torch.no_grad():
+            for parameter in student.parameters.values():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        found = student.clean_loss(texts)
+        if mode == "lora":
+            merge_lora_inplace(model, student.tokens.lora.weights)
+        losses: list[float] = []
+        for text in texts:
+            logits = model(torch.tensor([text.tokens])).logits[0, text.first - 1 : -1]
+            labels = torch.tensor(text.tokens[text.first :])
+            losses += torch.nn.functional.cross_entropy(logits, labels, reduction="none").tolist()
+        # Computed in mixed precision.
+        assert found == pytest.approx(sum(losses) / len(losses), rel=5e-3)
+        assert abs(found - before) > 5e-2 * before
 
     def test_eq_9_is_half_the_sum_of_both_halves(
         self, model: PreTrainedModel, examples: list[Example]
