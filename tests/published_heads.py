@@ -131,6 +131,39 @@ def speculators_config(kind: str = "eagle3", **more: Any) -> dict[str, Any]:
     }
 
 
+def converted_config(**more: Any) -> dict[str, Any]:
+    """That of a head which `speculators convert` wrote, with all of its entries."""
+    layer = {**plain_config(), "head_dim": SIZE, "rope_theta": 10000.0, "rope_scaling": None}
+    del layer["draft_vocab_size"], layer["architectures"]
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+        "draft_vocab_size": KNOWN,
+        "eagle_aux_hidden_state_layer_ids": None,
+        "embed_requires_grad": False,
+        "norm_before_fc": False,
+        "norm_before_residual": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "/models/llama"},
+        },
+        "speculators_model_type": "eagle3",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+        **more,
+    }
+
+
+def mask_of(offsets: Tensor) -> Tensor:
+    """(V,) bool: the tokens that a head can draft."""
+    mask = torch.zeros(VOCAB, dtype=torch.bool)
+    mask[offsets + torch.arange(len(offsets))] = True
+    return mask
+
+
 @cache
 def scratch() -> Path:
     """A folder for heads, removed at the end."""

@@ -8,7 +8,7 @@ families are recognized too, for a clear error message.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,21 @@ def write_published(
         part.write_text(card, encoding="utf-8")
     # Last: without a config the folder is not a head.
     write_json(folder / CONFIG, config, indent=2)
+
+
+def speculators_entries(
+    algorithm: str, target: str, architectures: Sequence[str], num_tokens: int
+) -> dict[str, Any]:
+    """Return the config entries that all heads in the layout of speculators have."""
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_tokens}],
+            "verifier": {"name_or_path": target, "architectures": list(architectures)},
+        },
+    }
 
 
 def _weight_files(folder: Path, name: str) -> list[str]:

@@ -31,10 +31,23 @@ from hf_spec.common.errors import OptionError
 
 @dataclass(frozen=True)
 class Within:
-    """Bounds of a number, or of each number in a tuple."""
+    """Bounds of a number, or of each number in a tuple; `exclude_low` excludes the lower one."""
 
     low: float
     high: float = math.inf
+    exclude_low: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        above = self.low < number if self.exclude_low else self.low <= number
+        return above and number <= self.high
+
+    def __str__(self) -> str:
+        if self.exclude_low:
+            upper = f" and at most {self.high}" if self.high < math.inf else ""
+            return f"above {self.low}{upper}"
+        if self.high < math.inf:
+            return f"between {self.low} and {self.high}"
+        return f"of at least {self.low}"
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,8 @@ Internal = Annotated[Value, CODE_ONLY]
 Count = Annotated[int, Within(1)]
 Share = Annotated[float, Within(0, 1)]
 Weight = Annotated[float, Within(0)]
+PositiveShare = Annotated[float, Within(0, 1, exclude_low=True)]
+PositiveWeight = Annotated[float, Within(0, exclude_low=True)]
 
 
 @dataclass(frozen=True)
@@ -91,13 +106,12 @@ class Setting:
         if self.kind not in (int, float):
             return
         allowed = (int,) if self.kind is int else (int, float)
-        low, high = (self.bounds.low, self.bounds.high) if self.bounds else (-math.inf, math.inf)
+        bounds = self.bounds or Within(-math.inf)
         for number in value if self.repeated else (value,):
             is_number = isinstance(number, allowed) and not isinstance(number, bool)
-            if not is_number or not low <= number <= high:
+            if not is_number or number not in bounds:
                 kind = "a whole number" if self.kind is int else "a number"
-                limits = f" between {low} and {high}" if high < math.inf else f" of at least {low}"
-                raise OptionError(f"{wrong} must be {kind}{limits if self.bounds else ''}")
+                raise OptionError(f"{wrong} must be {kind}{f' {bounds}' if self.bounds else ''}")
 
 
 @dataclass(frozen=True)
@@ -118,11 +132,16 @@ class Settings:
 
 
 def setting_fields(kind: type[Settings]) -> tuple[Setting, ...]:
-    """Return the fields of a settings class in order."""
+    """Return the fields of a settings class in order, inherited ones last."""
     hints, texts = get_type_hints(kind, include_extras=True), _attributes(kind)
     panels = {name: title for title, names in kind.other_panels.items() for name in names}
     settings = []
-    for field in dataclasses.fields(kind):
+    definers = {
+        name: depth
+        for depth, base in reversed(list(enumerate(kind.__mro__)))
+        for name in inspect.get_annotations(base)
+    }
+    for field in sorted(dataclasses.fields(kind), key=lambda field: definers[field.name]):
         hint, notes = hints[field.name], list[Any]()
         repeated = optional = False
         while origin := get_origin(hint):
@@ -161,13 +180,13 @@ def _short(text: str) -> str:
 
 
 def _attributes(kind: type[Settings]) -> dict[str, str]:
-    """Return the texts of the `Attributes` section of a docstring by name."""
-    section = (
-        inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    )
+    """Return the texts of the `Attributes` sections of a class and its bases by name."""
     texts: dict[str, str] = {}
-    # Entries are indented by four spaces, continuation lines by more.
-    for entry in re.split(r"\n?^ {4}(?=\S)", section, flags=re.MULTILINE)[1:]:
-        names, _, text = entry.partition(": ")
-        texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    for base in reversed(kind.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "")
+        section = text.partition("Attributes:\n")[2].partition("\n\n")[0]
+        # Entries are indented by four spaces, continuation lines by more.
+        for entry in re.split(r"\n?^ {4}(?=\S)", section, flags=re.MULTILINE)[1:]:
+            names, _, text = entry.partition(": ")
+            texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))
     return texts

@@ -16,6 +16,9 @@ from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 
+# Prefixes of tensors that some versions of speculators copy from the target.
+TARGET_COPIES = ("verifier_lm_head.", "verifier_norm.")
+
 
 def head_dtype(target: PreTrainedModel) -> torch.dtype:
     """Return the dtype of the heads of `target`; their activations overflow in float16."""
@@ -59,6 +62,21 @@ def fitted(
     check_tensors(repr(head.name), tensors, expected, source)
     device, dtype = execution_device(target.get_output_embeddings()), head_dtype(target)
     return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+
+
+def with_offsets(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors without the (V,) mask "t2d"; it becomes "d2t" if that is missing.
+
+    Draft vocabularies are in ascending order.
+    """
+    rest = dict(tensors)
+    mask, scores = rest.pop("t2d", None), rest.get("lm_head.weight")
+    if mask is not None and scores is not None and "d2t" not in rest:
+        ids = mask.flatten().nonzero().flatten()
+        # Heads for the whole vocabulary may have a mask of zeros.
+        if len(ids) == len(scores):
+            rest["d2t"] = ids - torch.arange(len(ids))
+    return rest
 
 
 def draft_vocab_ids(

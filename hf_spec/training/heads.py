@@ -5,7 +5,7 @@ A method adds the head, its loss, and the layout of its files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,13 +17,19 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.adapter import base_name, is_hub_id
 from hf_spec.adapters.card import GENERATED
-from hf_spec.adapters.published import PublishedHead, write_published
+from hf_spec.adapters.published import (
+    PublishedHead,
+    known_head,
+    speculators_entries,
+    write_published,
+)
 from hf_spec.common.errors import OptionError
 from hf_spec.training.answers import learned_from
 from hf_spec.training.features import Text, num_features
 from hf_spec.training.held_out import acceptance, learned_and_held
+from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.pairs import cut_prompt
-from hf_spec.training.settings import TrainSettings
+from hf_spec.training.settings import HeadSettings, TrainSettings
 from hf_spec.training.trainer import Loss, MicroBatch, micro_batches, processes, train
 
 # Texts per forward pass of the evaluation.
@@ -56,15 +62,14 @@ class CardText:
 class HeadRun:
     """One training of a head on a frozen target's answers.
 
-    `settings` are those of the method, with `max_context` and `held_back`. Raises `OptionError` if
-    the training or the held-out set is empty.
+    Raises `OptionError` if the training or the held-out set is empty.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         texts: Sequence[Text],
-        settings: Any,
+        settings: HeadSettings,
         run: TrainSettings,
         start: PublishedHead | None = None,
     ):
@@ -112,6 +117,24 @@ class HeadRun:
             record = {"training": {**self.record, **self.run.recorded}, "held_back": self.metrics}
             text = _card(card, base_name(self.model), folder, self.metrics)
             write_published(folder, {**config, "hf_spec": record}, tensors, text)
+
+
+def run_head_training(
+    job: TrainingJob,
+    layers: Sequence[int],
+    train: Callable[..., Mapping[str, float]],
+    check_start: Callable[[PublishedHead, PreTrainedModel, Any], object],
+) -> TrainingResult:
+    """Run `train` on the answers of a job, with the target's features of `layers`.
+
+    `check_start` raises an error if the head to start from does not fit.
+    """
+    start = None if job.options.init is None else known_head(job.options.init)
+    if start is not None:
+        # Computing the features takes long.
+        check_start(start, job.target, job.settings)
+    texts = job.texts(layers)
+    return TrainingResult(train(job.target, texts, job.out, job.settings, job.run, start))
 
 
 @contextmanager
@@ -162,18 +185,7 @@ def draft_vocab_tensors(vocabulary: Tensor | None, vocab_size: int) -> dict[str,
 
 def speculators_config(algorithm: str, model: PreTrainedModel, num_tokens: int) -> dict[str, Any]:
     """Return the config entries that all heads in the layout of speculators have."""
-    return {
-        "speculators_model_type": algorithm,
-        "speculators_config": {
-            "algorithm": algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_tokens}],
-            "verifier": {
-                "name_or_path": base_name(model),
-                "architectures": [type(model).__name__],
-            },
-        },
-    }
+    return speculators_entries(algorithm, base_name(model), (type(model).__name__,), num_tokens)
 
 
 def check_family(start: PublishedHead, families: Sequence[str]) -> None:

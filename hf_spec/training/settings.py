@@ -95,6 +95,32 @@ class TrainSettings(Settings):
         return self.peak_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings(Settings):
+    """Settings that all trainings of heads share.
+
+    Attributes:
+        max_context: last tokens of a prompt that it learns from; None for all.
+        held_back: share of the prompts that are held out, chosen by a hash of their ids.
+    """
+
+    panel = "Head"
+
+    max_context: Count | None = 64
+    held_back: Internal[Share] = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftVocabularySettings(HeadSettings):
+    """Settings of heads that can draft a part of the vocabulary.
+
+    Attributes:
+        vocabulary_size: number of most frequent tokens it can draft; None for all.
+    """
+
+    vocabulary_size: Annotated[Count | None, Named("vocab_size")] = 8192
+
+
 @dataclass(frozen=True)
 class TeacherOptions(Settings):
     """Storage of the target's next-token distributions.

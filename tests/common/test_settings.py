@@ -12,6 +12,8 @@ from hf_spec.common.settings import (
     Count,
     Internal,
     Named,
+    PositiveShare,
+    PositiveWeight,
     Settings,
     Share,
     Weight,
@@ -50,6 +52,20 @@ class Search(Settings):
     name: str = "x"
 
 
+@dataclass(frozen=True)
+class Narrow(Search):
+    """A search with more settings.
+
+    Attributes:
+        decay: by which later steps weigh less.
+        width: fewer paths.
+    """
+
+    decay: PositiveShare = 0.5
+    scale: PositiveWeight = 1.0
+    width: Count = 2
+
+
 def test_what_is_known_of_a_field() -> None:
     found = {setting.name: setting for setting in setting_fields(Search)}
     assert [setting.option for setting in found.values()] == [
@@ -66,6 +82,29 @@ def test_what_is_known_of_a_field() -> None:
     assert (found["sizes"].optional, found["sizes"].repeated) == (False, True)
     assert (found["kind"].choices, found["other"].choices) == (("wide", "deep"), ("a", "b"))
     assert (found["share"].bounds, found["seed"].bounds) == (Within(0, 1), None)
+
+
+def test_inherited_settings_come_last_with_their_texts() -> None:
+    found = {setting.name: setting for setting in setting_fields(Narrow)}
+    inherited = [setting.name for setting in setting_fields(Search) if setting.name != "width"]
+    assert list(found) == ["width", "decay", "scale", *inherited]
+    assert (found["width"].help, found["width"].option) == ("fewer paths.", "width")
+    assert found["rate"].help == "two of a kind; the text goes on in a second line."
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"decay": 0}, "decay=0 must be a number above 0 and at most 1$"),
+        ({"decay": 1.1}, "decay=1.1 must be a number above 0 and at most 1$"),
+        ({"scale": 0.0}, "scale=0.0 must be a number above 0$"),
+        ({"rate": -1}, "rate=-1 must be a number of at least 0$"),
+    ],
+)
+def test_bounds_that_are_excluded(values: dict[str, Any], message: str) -> None:
+    Narrow(decay=1, scale=1e-9)
+    with pytest.raises(OptionError, match=message):
+        Narrow(**values)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hf_spec.methods.published_weights import (
     fitted,
     head_dtype,
     linear,
+    with_offsets,
 )
 from tests.feature_reference import published
 from tests.tiny_models import VOCAB, build
@@ -34,6 +35,22 @@ def test_d2t_may_be_absent_where_all_tokens_are_known() -> None:
     assert vocabulary(torch.zeros(VOCAB, dtype=torch.long), VOCAB) is None
     # As many as padding explains.
     assert vocabulary(None, VOCAB - 3) == list(range(VOCAB - 3))
+
+
+def test_a_mask_is_read_where_there_are_no_offsets() -> None:
+    tokens = torch.tensor([4, 7, 96])
+    mask = torch.zeros(VOCAB, dtype=torch.bool)
+    mask[tokens] = True
+    scores = {"lm_head.weight": torch.ones(3, 2)}
+    found = with_offsets({**scores, "t2d": mask})
+    assert found.keys() == {"lm_head.weight", "d2t"}
+    assert vocabulary(found["d2t"], 3) == tokens.tolist()
+    # Offsets win, and a mask of other tokens than there are outputs is none.
+    given = {"d2t": torch.tensor([1, 1, 1])}
+    assert with_offsets({**scores, **given, "t2d": mask})["d2t"] is given["d2t"]
+    for other in (mask.logical_not(), torch.zeros_like(mask)):
+        assert with_offsets({**scores, "t2d": other}).keys() == scores.keys()
+    assert with_offsets({"t2d": mask}) == {}
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ import pytest
 
 from hf_spec import OptionError
 from hf_spec.common.settings import setting_fields
+from hf_spec.methods.trainings import known_trainings
 from hf_spec.training.settings import (
+    DraftVocabularySettings,
     FeatureOptions,
+    HeadSettings,
     ResponseSettings,
     StartOptions,
     TeacherOptions,
@@ -53,6 +56,17 @@ def test_options_follow_from_what_is_read() -> None:
     ):
         training = Training(**{**vars(ANSWERS_ONLY), **reads})
         assert training.data_options is options
+
+
+def test_heads_share_settings() -> None:
+    kinds = {training.name: training.settings for training in known_trainings()}
+    for name in ("block", "eagle", "falcon", "medusa"):
+        assert issubclass(kinds[name], DraftVocabularySettings)
+    settings = kinds["mtp"](max_context=None)
+    assert isinstance(settings, HeadSettings)
+    assert not hasattr(settings, "vocabulary_size")
+    # Their own settings come first, also without names.
+    assert kinds["eagle"](3, 0.5) == kinds["eagle"](steps=3, step_weight=0.5)
 
 
 def test_options_are_explained() -> None:

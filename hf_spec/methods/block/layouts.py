@@ -41,7 +41,14 @@ from hf_spec.engine.forward.vocabulary import PADDED_ROWS
 from hf_spec.methods.block import dflash2, markov
 from hf_spec.methods.block.head import STRATEGY, BlockHead, BlockShape, block_layer
 from hf_spec.methods.block.markov import PREFIX as MARKOV
-from hf_spec.methods.published_weights import OutputHead, draft_vocab_ids, fitted, sizes_of
+from hf_spec.methods.published_weights import (
+    TARGET_COPIES,
+    OutputHead,
+    draft_vocab_ids,
+    fitted,
+    sizes_of,
+    with_offsets,
+)
 
 DSPARK = "dspark"
 FAMILIES = ("dflash", "dflash2", DSPARK)
@@ -85,7 +92,8 @@ def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
     if head.config.get("model_type") == TRANSFORMERS_TYPE:
         head = _from_transformers(head)
     _check_variant(head)
-    stored = {key.removeprefix("logit_head."): tensor for key, tensor in head.tensors.items()}
+    own = {key: t for key, t in head.tensors.items() if not key.startswith(TARGET_COPIES)}
+    stored = with_offsets({key.removeprefix("logit_head."): t for key, t in own.items()})
     size, vocab = sizes_of(target)
     config = _layer_config(head, stored)
     draft_vocab_size, vocabulary = _draft_vocabulary(head, stored, vocab)
@@ -93,7 +101,7 @@ def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
     width = config.hidden_size
     expected |= markov.expected_tensors(stored, width, draft_vocab_size, vocab)
     expected |= dflash2.expected_tensors(stored, config.num_hidden_layers, width, vocab)
-    weights = {key: tensor for key, tensor in stored.items() if key not in ("d2t", "t2d")}
+    weights = {key: tensor for key, tensor in stored.items() if key != "d2t"}
     tensors = fitted(head, weights, expected, target)
     embedding: Any = target.get_input_embeddings()
     if "embed_tokens.weight" in tensors:

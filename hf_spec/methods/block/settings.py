@@ -7,15 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from hf_spec.common.errors import OptionError
-from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight
-from hf_spec.training.settings import StartOptions, Training, TrainSettings
+from hf_spec.common.settings import Count, PositiveWeight, Within
+from hf_spec.training.settings import DraftVocabularySettings, StartOptions, Training, TrainSettings
 
 BLOCK_RUN = TrainSettings(epochs=6)
 
 
 @dataclass(frozen=True)
-class BlockTrainSettings(Settings):
+class BlockTrainSettings(DraftVocabularySettings):
     """Settings of a DFlash head and its loss.
 
     Attributes:
@@ -25,29 +24,14 @@ class BlockTrainSettings(Settings):
         decay: draft tokens in which the loss weight falls by a factor of e.
         mlp_size: width of the MLP. Default: the target's.
         mask_token: token id at the positions to draft. Default: the last one.
-        vocabulary_size: number of most frequent tokens it can draft; None for all.
-        max_context: last tokens of a prompt that it learns from; None for all.
-        held_back: share of the prompts that are held out, chosen by a hash of their ids.
     """
 
-    panel = "Head"
-
-    block_size: Count = 8
+    block_size: Annotated[int, Within(2)] = 8
     num_layers: Count = 2
     anchors: Count = 32
-    decay: Weight = 4.0
+    decay: PositiveWeight = 4.0
     mlp_size: Count | None = None
     mask_token: int | None = None
-    vocabulary_size: Annotated[Count | None, Named("vocab_size")] = 8192
-    max_context: Count | None = 64
-    held_back: Internal[Share] = 0.03
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block_size < 2:
-            raise OptionError(f"block_size={self.block_size!r} must be at least 2")
-        if not self.decay:
-            raise OptionError(f"decay={self.decay!r} must be above 0")
 
 
 TRAINING = Training(

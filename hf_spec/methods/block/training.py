@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.published import PublishedHead, known_head
+from hf_spec.adapters.published import PublishedHead
 from hf_spec.common.errors import OptionError
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.block.anchored import anchored_blocks, use_plain_attention
@@ -42,6 +42,7 @@ from hf_spec.training.heads import (
     draft_vocab_tensors,
     falling_weights,
     layer_config,
+    run_head_training,
     speculators_config,
 )
 from hf_spec.training.job import TrainingJob, TrainingResult
@@ -60,12 +61,7 @@ EVALUATED_BLOCKS = 64
 
 def run_training(job: TrainingJob) -> TrainingResult:
     """Run `hf-spec train block`."""
-    start = None if job.options.init is None else known_head(job.options.init)
-    if start is not None:
-        # Computing the features takes long.
-        start_head(start, job.target, job.settings)
-    texts = job.texts(fused_layers(job.target))
-    return TrainingResult(train_block(job.target, texts, job.out, job.settings, job.run, start))
+    return run_head_training(job, fused_layers(job.target), train_block, start_head)
 
 
 def train_block(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.published import speculators_entries
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.engine.forward.output import default_aux_layers
@@ -50,7 +51,7 @@ def for_vllm(
     kind = "eagle3" if spec.mask_token is None else "peagle"
     config: dict[str, Any] = {
         "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
-        "speculators_model_type": kind,
+        **speculators_entries(kind, verifier.name, verifier.architectures, steps),
         "draft_vocab_size": _draft_vocab_size(exported, verifier),
         "eagle_aux_hidden_state_layer_ids": _indices(spec, verifier),
         # Always written: without it vLLM assumes true and speculators false.
@@ -58,15 +59,6 @@ def for_vllm(
         **_norm_switches(spec, exported),
         "target_hidden_size": verifier.text.hidden_size,
         "transformer_layer_config": _layer(spec, exported, verifier),
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": steps}],
-            "verifier": {
-                "name_or_path": verifier.name,
-                "architectures": list(verifier.architectures),
-            },
-        },
     }
     if spec.mask_token is not None:
         config["mask_token_id"] = spec.mask_token

@@ -5,41 +5,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from hf_spec.common.errors import OptionError
-from hf_spec.common.settings import Count, Internal, Named, Settings, Share
-from hf_spec.training.settings import StartOptions, Training, TrainSettings
+from hf_spec.common.settings import Count, PositiveShare
+from hf_spec.training.settings import DraftVocabularySettings, StartOptions, Training, TrainSettings
 
 EAGLE_RUN = TrainSettings(epochs=4)
 
 
 @dataclass(frozen=True)
-class EagleTrainSettings(Settings):
+class EagleTrainSettings(DraftVocabularySettings):
     """Settings of an EAGLE-3 head and its loss.
 
     Attributes:
         steps: consecutive draft steps in the loss. The paper calls them training-time test.
         step_weight: loss weight of a step relative to the step before.
         mlp_size: width of the MLP. Default: the target's, or that of the head to start from.
-        vocabulary_size: number of most frequent tokens it can draft; None for all.
-        max_context: last tokens of a prompt that it learns from; None for all.
-        held_back: share of the prompts that are held out, chosen by a hash of their ids.
     """
 
-    panel = "Head"
-
     steps: Count = 4
-    step_weight: Share = 0.8
+    step_weight: PositiveShare = 0.8
     mlp_size: Count | None = None
-    vocabulary_size: Annotated[Count | None, Named("vocab_size")] = 8192
-    max_context: Count | None = 64
-    held_back: Internal[Share] = 0.03
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.step_weight:
-            raise OptionError(f"step_weight={self.step_weight!r} must be above 0")
 
 
 TRAINING = Training(

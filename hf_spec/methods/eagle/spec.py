@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.engine.forward.output import default_aux_layers
+from hf_spec.methods.published_weights import TARGET_COPIES, with_offsets
 
 logger = logging.getLogger(__name__)
 
 # Rotary base of configs that name none, whatever the target's is.
 THETA = 10000.0
+ROPE_TYPES = tuple(sorted({"default", *ROPE_INIT_FUNCTIONS}))
 EMBEDDINGS = ("target", "own", "scaled")
 # Options of `EagleConfig` that override a head's config.
 OVERRIDES = (
@@ -36,6 +39,8 @@ OVERRIDES = (
 )
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 Overrides = Mapping[str, Any]
+# Prefixes in the files of a head -> those of EAGLE-3 in the speculators layout.
+LAYER_PARTS = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
 # Config keys of P-EAGLE's mask token.
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 
@@ -87,6 +92,11 @@ def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], text: Any) -> 
             f"{what} has multi-head latent attention, which is not supported; use a head with "
             "q_proj, k_proj and v_proj"
         )
+    if config.get("layernorms"):
+        raise AssistantError(
+            f"{what} is EAGLE-1 with extra norms (layernorms={config['layernorms']!r}), which is "
+            "not supported; use an EAGLE-3 head for this target"
+        )
     hidden_size, width = matrix_shape(what, tensors, "fc.weight")
     first = head.family == "eagle"
     count = _num_states(what, config, text, width - (hidden_size if first else 0))
@@ -106,9 +116,16 @@ def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], text: Any) -> 
 
 
 def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under the names of the speculators layout, without computable ones."""
-    named = {key.replace("midlayer.", "layers.0.", 1): t for key, t in tensors.items()}
-    return {k: t for k, t in named.items() if k != "t2d" and not k.endswith("rotary_emb.inv_freq")}
+    """Return the tensors under the names of EAGLE-3 in the speculators layout.
+
+    Computable tensors and copies of the target's are left out.
+    """
+    named: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        if not key.startswith(TARGET_COPIES) and not key.endswith("rotary_emb.inv_freq"):
+            part = next((part for part in LAYER_PARTS if key.startswith(part)), "")
+            named[LAYER_PARTS.get(part, "") + key.removeprefix(part)] = tensor
+    return with_offsets(named)
 
 
 def verifier_name(config: Mapping[str, Any]) -> str | None:
@@ -243,13 +260,26 @@ def _rope(what: str, layer: Mapping[str, Any], overrides: Overrides) -> dict[str
     """Return rotary parameters from the head's own config, never from the target's."""
     stored = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     rope = dict(stored) if isinstance(stored, Mapping) else {}
-    kind = rope.pop("type", None)
+    kind = rope.pop("rope_type", rope.pop("type", None)) or "default"
+    # Pairs have one position, for which the three axes of images are equal.
+    kind = "default" if kind == "mrope" else kind
+    if kind not in ROPE_TYPES:
+        raise AssistantError(
+            f"{what} has rope_type={kind!r}, which is not supported; choose a head with one of "
+            f"{', '.join(ROPE_TYPES)}"
+        )
+    partial = rope.get("partial_rotary_factor", layer.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise AssistantError(
+            f"{what} rotates a part of its queries and keys (partial_rotary_factor={partial!r}), "
+            "which is not supported; use a head that rotates all of them"
+        )
     theta = (
         overrides.get("rope_theta") or rope.get("rope_theta") or layer.get("rope_theta") or THETA
     )
     if type(theta) not in (int, float) or not theta > 0:
         raise AssistantError(f"{what} is damaged: rope_theta={theta!r}")
-    return {"rope_type": kind or "default", **rope, "rope_theta": float(theta)}
+    return {"rope_type": kind, **rope, "rope_theta": float(theta)}
 
 
 def _embedding(

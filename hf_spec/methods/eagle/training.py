@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.adapter import base_name
-from hf_spec.adapters.published import PublishedHead, known_head
+from hf_spec.adapters.published import PublishedHead
 from hf_spec.common.errors import OptionError
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.draft_model.truncated import last_layers
@@ -40,6 +40,7 @@ from hf_spec.training.heads import (
     as_stored,
     check_family,
     layer_config,
+    run_head_training,
 )
 from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.responses import answer_vocabulary
@@ -51,12 +52,7 @@ CARD = CardText("An EAGLE-3 head", "eagle", "vLLM's speculators", "eagle3", "eag
 
 def run_training(job: TrainingJob) -> TrainingResult:
     """Run `hf-spec train eagle`."""
-    start = None if job.options.init is None else known_head(job.options.init)
-    if start is not None:
-        # Computing the features takes long.
-        check_start(start, job.target, job.settings)
-    texts = job.texts(fused_layers(job.target))
-    return TrainingResult(train_eagle(job.target, texts, job.out, job.settings, job.run, start))
+    return run_head_training(job, fused_layers(job.target), train_eagle, check_start)
 
 
 def train_eagle(

@@ -8,8 +8,17 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hf_spec.common.errors import OptionError
-from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
-from hf_spec.training.settings import StartOptions, Training, TrainSettings
+from hf_spec.common.settings import (
+    Count,
+    Internal,
+    Named,
+    PositiveWeight,
+    Settings,
+    Share,
+    Weight,
+    Within,
+)
+from hf_spec.training.settings import DraftVocabularySettings, StartOptions, Training, TrainSettings
 
 FALCON_RUN = TrainSettings(epochs=8, learning_rate=2e-3)
 
@@ -78,16 +87,11 @@ class CsgdSettings(Settings):
     feature_weight: Weight = 1.0
     soft_weight: Weight = 0.09
     hard_weight: Weight = 0.01
-    soft_temperature: Weight = 1.0
+    soft_temperature: PositiveWeight = 1.0
     own_features: Share = 0.0
     own_passes: Count = 1
     feature_scale: Literal["raw", "dimension"] = "raw"
     learn_replaced: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.soft_temperature == 0:
-            raise OptionError(f"soft_temperature={self.soft_temperature!r} must be positive")
 
     def share(self, epoch: int, num_epochs: int, done: float = 0.0) -> float:
         """Return lambda in an epoch counted from 0, after the share `done` of all steps."""
@@ -98,29 +102,20 @@ class CsgdSettings(Settings):
 
 
 @dataclass(frozen=True)
-class FalconTrainSettings(Settings):
+class FalconTrainSettings(DraftVocabularySettings):
     """Settings of `train_falcon`.
 
     Attributes:
         shape: sizes of the head.
         csgd: settings of the loss.
-        vocabulary_size: number of tokens it can draft; None for all. They are the most frequent
-            ones.
         keep_vocabulary: use the vocabulary of the --init head.
-        max_context: prompt tokens it learns from; None for all. They are the last ones.
         max_depth: most tokens of a draft, stored in the adapter.
-        held_back: share of the prompts in the held-out set, chosen by a hash of their ids.
     """
-
-    panel = "Head"
 
     shape: FalconShape = field(default_factory=FalconShape)
     csgd: CsgdSettings = field(default_factory=CsgdSettings)
-    vocabulary_size: Annotated[Count | None, Named("vocab_size")] = 8192
     keep_vocabulary: Annotated[bool, Named("keep_vocab")] = False
-    max_context: Count | None = 64
     max_depth: Internal[Count] = 8
-    held_back: Internal[Share] = 0.03
 
 
 TRAINING = Training(

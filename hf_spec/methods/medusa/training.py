@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.published import PublishedHead, known_head
+from hf_spec.adapters.published import PublishedHead
 from hf_spec.common.errors import OptionError
 from hf_spec.methods.feature_pairs.draft_head import check_plain_head
 from hf_spec.methods.feature_pairs.teacher import Teacher, cross_entropy, output_rows
@@ -26,7 +26,14 @@ from hf_spec.methods.medusa.heads import MEDUSA, MedusaHeads, build_medusa
 from hf_spec.methods.medusa.layouts import TOKEN_MAP, canonical_tensors, for_vllm
 from hf_spec.methods.medusa.settings import MEDUSA_RUN, MedusaTrainSettings
 from hf_spec.training.features import LAST, Text
-from hf_spec.training.heads import CardText, HeadRun, as_stored, check_family, falling_weights
+from hf_spec.training.heads import (
+    CardText,
+    HeadRun,
+    as_stored,
+    check_family,
+    falling_weights,
+    run_head_training,
+)
 from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.pairs import read_pairs
 from hf_spec.training.responses import answer_vocabulary
@@ -38,12 +45,7 @@ CARD = CardText("Medusa heads", "medusa", "vLLM", "medusa", "heads")
 
 def run_training(job: TrainingJob) -> TrainingResult:
     """Run `hf-spec train medusa`."""
-    start = None if job.options.init is None else known_head(job.options.init)
-    if start is not None:
-        # Computing the features takes long.
-        start_heads(start, job.target, job.settings)
-    texts = job.texts(LAST)
-    return TrainingResult(train_medusa(job.target, texts, job.out, job.settings, job.run, start))
+    return run_head_training(job, LAST, train_medusa, start_heads)
 
 
 def train_medusa(

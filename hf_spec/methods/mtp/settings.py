@@ -6,35 +6,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_spec.common.errors import OptionError
-from hf_spec.common.settings import Count, Internal, Settings, Share
-from hf_spec.training.settings import StartOptions, Training, TrainSettings
+from hf_spec.common.settings import Count, PositiveShare
+from hf_spec.training.settings import HeadSettings, StartOptions, Training, TrainSettings
 
 MTP_RUN = TrainSettings(epochs=4)
 
 
 @dataclass(frozen=True)
-class MtpTrainSettings(Settings):
+class MtpTrainSettings(HeadSettings):
     """Settings of an MTP module and its loss.
 
     Attributes:
         steps: consecutive draft steps in the loss.
         step_weight: loss weight of a step relative to the step before.
-        max_context: last tokens of a prompt that it learns from; None for all.
-        held_back: share of the prompts that are held out, chosen by a hash of their ids.
     """
 
-    panel = "Head"
-
     steps: Count = 3
-    step_weight: Share = 0.6
-    max_context: Count | None = 64
-    held_back: Internal[Share] = 0.03
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.step_weight:
-            raise OptionError(f"step_weight={self.step_weight!r} must be above 0")
+    step_weight: PositiveShare = 0.6
 
 
 TRAINING = Training(

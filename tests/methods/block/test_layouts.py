@@ -97,6 +97,20 @@ def test_equal_names_with_shifted_outputs(tmp_path: Path) -> None:
     assert build_block_head(found, MODEL).shape.from_anchor
 
 
+def test_a_mask_instead_of_offsets_and_copies_of_the_target() -> None:
+    """What some versions of speculators store, or leave out."""
+    head = speculators("dflash", None)
+    ids = head.tensors["d2t"] + torch.arange(len(head.tensors["d2t"]))
+    mask = torch.zeros(VOCAB, dtype=torch.bool)
+    mask[ids] = True
+    copies = {"verifier_lm_head.weight": torch.ones(4, 4), "verifier_norm.weight": torch.ones(4)}
+    other = changed(head, {"d2t": None, "t2d": mask, **copies})
+    first, second = (build_block_head(one, MODEL) for one in (head, other))
+    assert torch.equal(second.output.vocabulary, first.output.vocabulary)
+    weights = zip(first.state_dict().items(), second.state_dict().items(), strict=True)
+    assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in weights)
+
+
 def test_counts_come_from_the_tensors() -> None:
     head = changed(dflash(), num_hidden_layers=40, num_attention_heads=99, intermediate_size=7)
     built = build_block_head(head, MODEL)

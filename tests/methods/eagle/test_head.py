@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_spec import AssistantError
+from hf_spec import AssistantError, EagleConfig
 from hf_spec.adapters.published import PublishedHead, read_published
 from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
 from hf_spec.engine.forward.node_tokens import DeviceTokens
+from hf_spec.evaluation.trace.rounds import record_rounds
 from hf_spec.methods.eagle.head import EagleHead
 from hf_spec.methods.eagle.head import build as build_head
 from hf_spec.methods.feature_pairs.runner import Blocks, HeadRunner, PairRow, extend_rows
@@ -217,6 +218,139 @@ class TestEmbedding:
         table: Any = build("llama").get_input_embeddings()
         reference = plain_torch(tensors, table.weight * WIDTH**0.5)
         equals_reference(scaled, reference)
+
+
+def converted(
+    shapes: dict[str, Any] | None = None, **config: Any
+) -> tuple[PublishedHead, dict[str, Tensor]]:
+    """A head as `speculators convert` writes it, with both maps of its vocabulary."""
+    tensors = {**heads.random_tensors(shapes or heads.sizes()), "d2t": heads.offsets()}
+    stored = {**tensors, "t2d": heads.mask_of(heads.offsets())}
+    return PublishedHead("eagle3", heads.converted_config(**config), stored, Path(), "it"), tensors
+
+
+class TestConverted:
+    """The layout of speculators, with what its versions store or leave out."""
+
+    @pytest.mark.parametrize("before", [True, False, None])
+    def test_the_residual(self, before: bool | None) -> None:
+        head, tensors = converted(norm_before_residual=before)
+        reference = plain_torch(tensors, norm_before_residual=bool(before))
+        equals_reference(build_head(head, build("llama")), reference)
+
+    @pytest.mark.parametrize(
+        ("dropped", "added"),
+        [
+            (("d2t",), {}),
+            (("t2d",), {}),
+            ((), {"verifier_lm_head.weight": (heads.KNOWN, WIDTH)}),
+            ((), {"verifier_norm.weight": (WIDTH,)}),
+            ((), {"embed_tokens.weight": (VOCAB, WIDTH)}),
+        ],
+    )
+    def test_tensors_that_some_have(
+        self, dropped: tuple[str, ...], added: dict[str, tuple[int, ...]]
+    ) -> None:
+        head, tensors = converted()
+        more = heads.random_tensors(added)
+        stored = {name: t for name, t in {**head.tensors, **more}.items() if name not in dropped}
+        tensors |= {name: t for name, t in more.items() if not name.startswith("verifier_")}
+        built = build_head(replace(head, tensors=stored), build("llama"))
+        equals_reference(built, plain_torch(tensors))
+
+    def test_the_whole_vocabulary(self) -> None:
+        head, tensors = converted(heads.sizes(known=VOCAB), draft_vocab_size=VOCAB)
+        for maps in (
+            {},
+            {"t2d": torch.zeros(VOCAB, dtype=torch.bool)},
+            {"t2d": torch.ones(VOCAB, dtype=torch.bool)},
+            {"d2t": torch.zeros(VOCAB, dtype=torch.long)},
+        ):
+            stored = {k: t for k, t in head.tensors.items() if k not in ("d2t", "t2d")}
+            plain = {k: t for k, t in tensors.items() if k != "d2t"}
+            built = build_head(replace(head, tensors={**stored, **maps}), build("llama"))
+            assert built.head.vocabulary is None
+            equals_reference(built, plain_torch(plain))
+
+    def test_a_mask_of_another_size_maps_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hf_spec.methods.published_weights.PADDED_ROWS", 4)
+        head, tensors = converted()
+        del tensors["d2t"]
+        mask = heads.mask_of(heads.offsets()).logical_not()
+        with pytest.raises(AssistantError, match=f"{heads.KNOWN} of {VOCAB} tokens, but no tensor"):
+            build_head(replace(head, tensors={**tensors, "t2d": mask}), build("llama"))
+
+    def test_of_another_width_than_the_target(self) -> None:
+        head, tensors = converted(heads.sizes(width=24), target_hidden_size=WIDTH)
+        with pytest.raises(AssistantError, match="no embedding of its own; use a head published"):
+            build_head(head, build("llama"))
+        table = {"embed_tokens.weight": torch.randn(VOCAB, 24)}
+        built = build_head(replace(head, tensors={**head.tensors, **table}), build("llama"))
+        equals_reference(built, plain_torch({**tensors, **table}))
+        with pytest.raises(AssistantError, match="hidden size 48; this one has 32"):
+            build_head(converted(target_hidden_size=48)[0], build("llama"))
+
+    def test_without_its_output_head(self) -> None:
+        head, _ = converted()
+        stored = {k: t for k, t in head.tensors.items() if k != "lm_head.weight"}
+        with pytest.raises(AssistantError, match=f"d2t is .*not {VOCAB} whole numbers"):
+            build_head(replace(head, tensors=stored), build("llama"))
+
+    @pytest.mark.parametrize(
+        "rope",
+        [
+            {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+            {"rope_parameters": {"partial_rotary_factor": 1.0}},
+        ],
+    )
+    def test_the_rotary_parameters_of_multimodal_targets(self, rope: dict[str, Any]) -> None:
+        layer = {**heads.converted_config()["transformer_layer_config"], **rope}
+        head, tensors = converted(transformer_layer_config=layer)
+        equals_reference(build_head(head, build("llama")), plain_torch(tensors))
+
+    @pytest.mark.parametrize(
+        ("rope", "said"),
+        [
+            ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5\), .* use a head"),
+            ({"rope_parameters": {"partial_rotary_factor": 0.25}}, r"factor=0\.25"),
+            ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type='spiral', .* default, .*yarn"),
+        ],
+    )
+    def test_rotary_parameters_that_are_refused(self, rope: dict[str, Any], said: str) -> None:
+        layer = {**heads.converted_config()["transformer_layer_config"], **rope}
+        with pytest.raises(AssistantError, match=said):
+            build_head(converted(transformer_layer_config=layer)[0], build("llama"))
+
+    def test_eagle_1(self) -> None:
+        """Its layer and its first matrix have names of their own."""
+        names = {"layers.0.": "transformer.", "fc.": "fusion_fc."}
+        tensors = dict(sample("eagle").tensors)
+        for part, name in names.items():
+            tensors = {key.replace(part, name): t for key, t in tensors.items()}
+        assert "fusion_fc.weight" in tensors
+        config = {**heads.converted_config(), "speculators_model_type": "eagle"}
+        head = PublishedHead("eagle", config, tensors, Path(), "it")
+        equals_reference(build_head(head, build("llama")), sample("eagle").reference())
+        head = replace(head, config={**config, "layernorms": True})
+        with pytest.raises(AssistantError, match=r"layernorms=True\), .* use an EAGLE-3 head"):
+            build_head(head, build("llama"))
+
+    def test_a_folder_drafts(self) -> None:
+        """By `assistant=`: drafts with the mask alone are those with the offsets."""
+        head, _ = converted()
+        call = {"max_new_tokens": 12, "do_sample": False}
+        expected = build("llama").generate(repetitive_prompt(), **call)
+        trees = []
+        for name, dropped in (("converted", ""), ("converted-mask", "d2t")):
+            tensors = {key: t for key, t in head.tensors.items() if key != dropped}
+            folder = heads.save(name, head.config, tensors)
+            config = EagleConfig(width=4, max_draft_tokens=3, max_nodes=8)
+            inputs = {"input_ids": repetitive_prompt()}
+            output, rounds = record_rounds(build("llama"), inputs, config, folder, **call)
+            assert torch.equal(output, expected)
+            trees.append([list(one.verdict.tree.tokens) for one in rounds])
+        assert trees[0] == trees[1] != []
 
 
 class TestRefused:

@@ -132,6 +132,41 @@ def test_what_sglang_reads() -> None:
     assert weights["t2d"][hot].all()
 
 
+# Shapes of the files for SGLang's `LlamaForCausalLMEagle3`: h = H = 32, R = 60, V = 97.
+SGLANG_SHAPES = {
+    "fc.weight": (32, 96),
+    "midlayer.input_layernorm.weight": (32,),
+    "midlayer.hidden_norm.weight": (32,),
+    "midlayer.post_attention_layernorm.weight": (32,),
+    "midlayer.self_attn.q_proj.weight": (32, 64),
+    "midlayer.self_attn.k_proj.weight": (16, 64),
+    "midlayer.self_attn.v_proj.weight": (16, 64),
+    "midlayer.self_attn.o_proj.weight": (32, 32),
+    "midlayer.mlp.gate_proj.weight": (48, 32),
+    "midlayer.mlp.up_proj.weight": (48, 32),
+    "midlayer.mlp.down_proj.weight": (32, 48),
+    "norm.weight": (32,),
+    "lm_head.weight": (60, 32),
+    "d2t": (60,),
+    "t2d": (97,),
+}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "speculators layout"])
+def test_files_for_sglang_and_back(kind: str, tmp_path: Path) -> None:
+    """Names, shapes, dtypes, and drafts, also after the way back to the layout of vLLM."""
+    source = heads.sample("eagle3").folder
+    if kind == "speculators layout":
+        source = str(exported(source, "vllm", tmp_path / "source"))
+    out = exported(source, "sglang", tmp_path / "out")
+    head = known_head(out)
+    assert {name: tuple(t.shape) for name, t in head.tensors.items()} == SGLANG_SHAPES
+    assert (head.tensors["d2t"].dtype, head.tensors["t2d"].dtype) == (torch.int64, torch.bool)
+    assert head.config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert "transformer_layer_config" not in head.config
+    assert drafts(out) == drafts(exported(str(out), "vllm", tmp_path / "back")) == drafts(source)
+
+
 @pytest.mark.parametrize(
     ("indices", "ids"),
     [((2, 5, 8), [1, 4, 7]), ((2, 4, 6, 8), [1, 3, 5, 7]), ((2, 8, BEFORE_NORM), [1, 7, 11])],
