@@ -56,6 +56,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     stop = StopRules(stopping_criteria, num_rows)
     check_inputs(model, input_ids, attention_mask, prompt_kwargs, stop.max_length)
     prefills = own_prefill.is_needed(model, attention_mask, prompt_kwargs)
+    prefills = prefills or own_prefill.shares_outliers(model)
     check_processors(logits_processor, num_rows)
     check_streamer(streamer, num_rows)
     check_ranks(model, input_ids, bool(generation_config.do_sample))

@@ -1,9 +1,10 @@
-"""Prompts that are more than tokens that attend backwards.
+"""Prompts that the model runs by itself, without a draft, as in plain `generate()`.
 
-They contain images, attend in both directions, or their length changes the rotary frequencies. The
-model runs such a prompt in one piece as in plain `generate()`, with all its inputs. Its last logits
-are verified like a draft tree of roots only, and its keys and values are copied to the KV pool.
-After that, an image only matters as one position offset per row.
+They contain images, attend in both directions, their length changes the rotary frequencies, or
+tokens of one forward pass are not independent. The model runs such a prompt in one piece as in
+plain `generate()`, with all its inputs. Its last logits are verified like a draft tree of roots
+only, and its keys and values are copied to the KV pool. After that, an image only matters as one
+position offset per row.
 
 For encoder-decoder models, `generate()` runs the encoder before it calls the engine. The decoder's
 prompt is text like that of other models, in arguments whose names begin with `decoder_`.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_spec.backend.device.placement import execution_device
+from hf_spec.backend.device.placement import execution_device, looks_for_outliers
 from hf_spec.common.compat import cache_argument, find_cache, stored_tokens, without_cache
 from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.engine.decode.drafter import Drafter
@@ -76,6 +77,14 @@ def is_needed(
     return has_images or (
         positions is not None and positions.ndim == 3 and is_shifted(positions, attention_mask)
     )
+
+
+def shares_outliers(model: PreTrainedModel) -> bool:
+    """Return True if a draft in the forward pass of a prompt would change the prompt's result.
+
+    8-bit layers of bitsandbytes leave inputs unquantized where any row has an outlier.
+    """
+    return any(map(looks_for_outliers, model.modules()))
 
 
 def has_content(value: Any) -> bool:

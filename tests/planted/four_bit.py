@@ -6,6 +6,14 @@ from tests.planted.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a draft runs in the forward pass of a prompt of 8-bit layers",
+        area="packed weights",
+        file="hf_spec/generation/one_call.py",
+        old="prefills = prefills or own_prefill.shares_outliers(model)",
+        new="prefills = prefills or False",
+        tests=("tests/targets/test_quantized.py::test_a_draft_changes_no_outliers_of_a_prompt",),
+    ),
+    Mutant(
         "4-bit layers inside compiled layers leave out the bias",
         area="C++ kernels",
         file="kernels/hf_spec_kernels/four_bit_linear/kernel.cpp",

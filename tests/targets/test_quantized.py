@@ -20,7 +20,7 @@ from hf_spec.adapters.folder import BaseModel, save_adapter
 from hf_spec.backend.cpu.eight_bit import is_eight_bit
 from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.backend.cpu.packed_weights import cpu_packing_bytes
-from hf_spec.backend.device.placement import dense_copy
+from hf_spec.backend.device.placement import dense_copy, looks_for_outliers
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.methods.draft_model.trained import TrainableDraft
@@ -184,6 +184,19 @@ def test_one_function_is_compiled_whatever_bitsandbytes_stores(folder: Path) -> 
         model.generate(prompt, max_new_tokens=4, do_sample=False, spec_strategy=config)
     assert len(CompiledLayers.of(model).functions) == 1
     assert all(layer.is_compiled for layer in CompiledLayers.of(model).layers)
+
+
+def test_a_draft_changes_no_outliers_of_a_prompt(folder: Path) -> None:
+    """An outlier of one token changes how others of the same forward pass are rounded."""
+    model, prompt = load.__wrapped__(folder, "8bit"), prompt_of(folder)
+    for module in model.modules():
+        if looks_for_outliers(module):
+            module.state.threshold = 2.0
+    call = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
+    plain = model.generate(prompt, do_sample=False, **call)
+    output = model.generate(prompt, do_sample=False, **call, spec_strategy="lookup")
+    assert torch.equal(output.logits[0], plain.logits[0])
+    assert torch.equal(output.sequences, plain.sequences)
 
 
 @needs_compiler

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from hf_spec.backend.cpu.eight_bit import is_dynamic
+from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.engine.fast.fused_layer import FusedFunction, FusedLayer, fuse_layer
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
