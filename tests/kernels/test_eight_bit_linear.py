@@ -22,6 +22,7 @@ SHAPES = [(1, 64), (33, 192), (64, 128)]
 DTYPES = [torch.float32, torch.bfloat16]
 # Sums in float32, and a rounding of a sum and of its product, relative to the largest result.
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+TERM_ROUNDING = {torch.float32: 4e-7, torch.bfloat16: 5e-3}
 THRESHOLD = 2.5
 
 
@@ -54,11 +55,14 @@ def test_weight_only_results_are_exact_up_to_rounding(dtype: torch.dtype, thread
             codes, scales = weight(shape)
             for rows in ROWS:
                 inputs = states(rows, shape[1], dtype)
-                exact = inputs.double() @ (codes.double() * scales.double()[:, None]).T
+                weights = codes.double() * scales.double()[:, None]
+                exact = inputs.double() @ weights.T
+                # Terms may cancel, so rounding is in units of their sizes.
+                limits = TERM_ROUNDING[dtype] * (inputs.double().abs() @ weights.abs().T)
                 for impl in ("auto", "torch"):
                     found = weight_only_linear(inputs, codes, scales, impl)
                     assert found.dtype == dtype
-                    assert off(found, exact) <= ROUNDING[dtype]
+                    assert bool(((found.double() - exact).abs() <= limits).all())
     finally:
         torch.set_num_threads(before)
 
