@@ -83,6 +83,22 @@ MUTANTS = (
         tests=("tests/training/test_trainer.py::test_a_resumed_run_equals_an_unbroken_one",),
     ),
     Mutant(
+        "a loss weight of zero is allowed",
+        area="training",
+        file="hf_spec/common/settings.py",
+        old="above = self.low < number if self.exclude_low else self.low <= number",
+        new="above = self.low <= number",
+        tests=("tests/common/test_settings.py",),
+    ),
+    Mutant(
+        "settings lose the texts of those that they inherit",
+        area="training",
+        file="hf_spec/common/settings.py",
+        old="for base in reversed(kind.__mro__):\n        text",
+        new="for base in (kind,):\n        text",
+        tests=("tests/common/test_settings.py",),
+    ),
+    Mutant(
         "EAGLE's later steps see true pairs that a draft does not have",
         area="training",
         file="hf_spec/methods/feature_pairs/steps_loss.py",
