@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from examples.studies.gsd.merge_divergence import (
     merged_pairs,
     summary,
     table,
+    text,
 )
 from hf_spec import GsdConfig
 from hf_spec.common.prompts import Prompt
@@ -138,6 +140,28 @@ def test_measure(model: Any, draft: Any, prompts: list[Prompt], tokenizer: Any) 
     assert measured["drafted"] > len(pairs["0"]) == len(pairs[CONTROL]) > 0
     assert all(pair["kl"] > -1e-6 for found in pairs.values() for pair in found)
     assert compare_merged(model, draft, prompts, tokenizer, 6, UNMERGED) == measured
+    # Every merge of equal tokens is a repetition; nodes below a merged one repeat too.
+    assert len(pairs["0"]) <= measured["repeated"] < measured["drafted"]
+    assert len(measured["ranks"]) == UNMERGED.children
+
+
+@torch.no_grad()
+def test_ranks_count_accepted_tokens(model: Any, draft: Any) -> None:
+    ranks: Counter[int] = Counter()
+    drafter = UnmergedDrafter(UNMERGED, draft, lambda *_: None, ranks)
+    output = model.generate(
+        repetitive_prompt(),
+        max_new_tokens=6,
+        do_sample=False,
+        custom_generate=partial(generate_with, drafter),
+        return_dict_in_generate=True,
+    )
+    assert sum(ranks.values()) == output.spec_stats.accepted_tokens > 0
+
+
+def test_text() -> None:
+    measured = {"drafted": 8, "repeated": 2, "ranks": [3, 1, 0, 0]}
+    assert text(measured) == ("Repeated tokens: 25.0% of 8 nodes. Ranks: 75.0%, 25.0%, 0.0%, 0.0%")
 
 
 def test_table() -> None:
@@ -172,6 +196,8 @@ def test_command(folder: Path, tmp_path: Path, capsys: Any, source: str) -> None
         "| 2",
         "| 3",
         f"| {CONTROL}",
+        "",
+        printed[-1],
     ]
     written = json.loads(out.read_text())
     assert written["config"]["merge_length"] is None
