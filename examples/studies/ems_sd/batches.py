@@ -269,8 +269,8 @@ def _records(
     return found
 
 
-def _methods(model: Any, assistant: str | None) -> list[Method]:
-    lookup = Method("lookup", LOOKUP)
+def _methods(assistant: str | None, prompt_only: bool = False) -> list[Method]:
+    lookup = Method("lookup", replace(LOOKUP, prompt_only=prompt_only))
     return [lookup] if assistant is None else [lookup, Method("draft", DRAFT, assistant)]
 
 
@@ -285,6 +285,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, help="last tokens of each prompt")
     parser.add_argument(
         "--left-padding", type=int, default=0, help="also plain after so many places of it"
+    )
+    parser.add_argument(
+        "--prompt-only", action="store_true", help="copy from the prompt only, as the paper does"
     )
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
@@ -301,12 +304,13 @@ def main(argv: list[str] | None = None) -> None:
     set_cpu_packing(options.cpu_packing)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
     model = model.to(options.device).eval()
-    methods = _methods(model, options.assistant)
+    methods = _methods(options.assistant, options.prompt_only)
     facts = {
         "command": "python -m examples.studies.ems_sd.batches "
         + " ".join(argv if argv is not None else sys.argv[1:]),
         "environment": environment(),
         "processor_time": options.processor_time,
+        "prompt_only": options.prompt_only,
         "caps": CAPS,
     }
     extent = Extent(
@@ -347,6 +351,8 @@ def gone_on(out: Path | None, facts: dict[str, Any]) -> list[BatchRecord]:
         raise SystemExit(f"{out} is of other batches; choose another --out")
     if earlier.get("processor_time", False) != facts["processor_time"]:
         raise SystemExit(f"{out} was timed with another clock; choose another --out")
+    if earlier.get("prompt_only", False) != facts["prompt_only"]:
+        raise SystemExit(f"{out} has other lookups; choose another --out")
     return [BatchRecord(**record) for record in earlier["records"]]
 
 

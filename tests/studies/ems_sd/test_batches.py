@@ -174,6 +174,8 @@ def test_a_stopped_command_goes_on(
         batches.main([*command.split(), "--prompt-tokens", "3"])
     with pytest.raises(SystemExit, match="with another clock"):
         batches.main([*command.split(), "--processor-time"])
+    with pytest.raises(SystemExit, match="has other lookups"):
+        batches.main([*command.split(), "--prompt-only"])
 
 
 def test_the_clock_is_the_one_that_is_given(model: Any, tokenizer: Any) -> None:
