@@ -280,6 +280,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--assistant", help="a draft model: adds the second table")
     parser.add_argument("--prompts", type=Path, help="JSON lines; the package's 60 by default")
+    parser.add_argument("--tasks", nargs="+", default=[], help="only prompts of these")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=list(BATCH_SIZES))
     parser.add_argument("--batches", type=int, default=5, help="batches of each size")
     parser.add_argument("--prompt-tokens", type=int, help="last tokens of each prompt")
@@ -311,6 +312,7 @@ def main(argv: list[str] | None = None) -> None:
         "environment": environment(),
         "processor_time": options.processor_time,
         "prompt_only": options.prompt_only,
+        "tasks": options.tasks,
         "caps": CAPS,
     }
     extent = Extent(
@@ -322,7 +324,8 @@ def main(argv: list[str] | None = None) -> None:
         options.left_padding,
     )
     facts["extent"] = {**asdict(extent), "batch_sizes": None, "repeats": None}
-    tokenizer, prompts = AutoTokenizer.from_pretrained(options.model), load_prompts(options.prompts)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    prompts = load_prompts(options.prompts, tasks=options.tasks)
     records = gone_on(options.out, facts)
     end = time.monotonic() + (options.seconds or float("inf"))
     with tqdm(total=extent.num_runs(methods), initial=len(records), disable=None) as bar:
@@ -347,7 +350,8 @@ def gone_on(out: Path | None, facts: dict[str, Any]) -> list[BatchRecord]:
     if out is None or not out.exists():
         return []
     earlier = json.loads(out.read_text())
-    if earlier.get("extent") != facts["extent"]:
+    same_tasks = earlier.get("tasks", []) == facts["tasks"]
+    if earlier.get("extent") != facts["extent"] or not same_tasks:
         raise SystemExit(f"{out} is of other batches; choose another --out")
     if earlier.get("processor_time", False) != facts["processor_time"]:
         raise SystemExit(f"{out} was timed with another clock; choose another --out")

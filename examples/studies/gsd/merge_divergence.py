@@ -4,8 +4,8 @@ A graph continues a merged node with what was drafted below its first occurrence
 that would be merged, this compares the draft model's next-token distribution after the node on its
 own path with the one after that first occurrence: KL(own || first) in nats, as in Table 5 of Gong
 et al. 2024 (arXiv 2407.16207), whose tau is `merge_length`. Random pairs of nodes are the control.
-It also counts nodes whose token occurs earlier in the same draft tree (Figure 3) and accepted
-tokens by rank among their siblings (Figures 7 and 8). Run as
+It also counts nodes that are part of an n-gram that recurs in their draft tree (Figure 3) and
+accepted tokens by rank among their siblings (Figure 7). Run as
 `python -m examples.studies.gsd.merge_divergence --help` says.
 """
 
@@ -42,6 +42,8 @@ from hf_spec.methods.draft_model.truncated import truncated_draft
 
 MERGE_LENGTHS = (0, 1, 2, 3)
 CONTROL = "random pair"
+# Lengths of recurring n-grams.
+GRAMS = (1, 2, 3)
 # Pairs whose distributions are compared at once.
 CHUNK_PAIRS = 256
 
@@ -79,6 +81,23 @@ def merged_pairs(tree: DraftTree, context: Sequence[int], merge_length: int) -> 
                 origins.append(node)
                 level.append(node)
     return pairs
+
+
+def recurring(tree: DraftTree, length: int) -> int:
+    """Return the number of nodes of a one-row tree that are part of a recurring n-gram.
+
+    Args:
+        tree: a draft; its root is not part of an n-gram.
+        length: n, counted along paths.
+    """
+    places: dict[tuple[int, ...], list[list[int]]] = {}
+    for node in range(1, len(tree.tokens)):
+        if tree.depth[node] >= length:
+            path = [node]
+            while len(path) < length:
+                path.append(tree.parent[path[-1]])
+            places.setdefault(tuple(tree.tokens[n] for n in path), []).append(path)
+    return len({n for paths in places.values() if len(paths) > 1 for path in paths for n in path})
 
 
 def divergence(log_probs: Tensor, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
@@ -156,21 +175,23 @@ def compare_merged(
         config: how trees grow; with `merge_length` None.
 
     Returns:
-        "drafted": number of nodes; "repeated": how many of them have a token that occurs earlier
-        in their tree; "ranks": number of accepted tokens by rank among their siblings; "pairs":
-        name -> one {"kl", "same"} per pair. Names are the merge lengths and the control, which has
-        as many pairs as merge length 0.
+        "drafted": number of nodes; "recurring": see `recurring`, for each of `GRAMS`; "ranks":
+        number of accepted tokens by rank among their siblings; "pairs": name -> one {"kl", "same"}
+        per pair. Names are the merge lengths and the control, which has as many pairs as merge
+        length 0.
     """
     rng = random.Random(0)  # noqa: S311 - repeatable, not secret
     pairs: dict[str, list[dict[str, Any]]] = {str(name): [] for name in (*MERGE_LENGTHS, CONTROL)}
-    drafted = repeated = 0
+    drafted = 0
+    repeated = dict.fromkeys(GRAMS, 0)
     ranks: Counter[int] = Counter()
 
     def study(tree: DraftTree, context: list[int], log_probs: Tensor) -> None:
-        nonlocal drafted, repeated
+        nonlocal drafted
         count = len(tree.tokens) - 1
         drafted += count
-        repeated += count - len(set(tree.tokens[1:]))
+        for length in GRAMS:
+            repeated[length] += recurring(tree, length)
         for merge_length in MERGE_LENGTHS:
             found = merged_pairs(tree, context, merge_length)
             pairs[str(merge_length)] += divergence(log_probs, found)
@@ -186,7 +207,8 @@ def compare_merged(
             custom_generate=partial(generate_with, UnmergedDrafter(config, draft, study, ranks)),
         )
     by_rank = [ranks[rank] for rank in range(config.children)]
-    return {"drafted": drafted, "repeated": repeated, "ranks": by_rank, "pairs": pairs}
+    grams = [repeated[length] for length in GRAMS]
+    return {"drafted": drafted, "recurring": grams, "ranks": by_rank, "pairs": pairs}
 
 
 def summary(measured: dict[str, Any]) -> list[dict[str, Any]]:
@@ -211,11 +233,14 @@ def summary(measured: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def text(measured: Mapping[str, Any]) -> str:
-    """Return repeated tokens and accepted ranks in words."""
-    accepted = sum(measured["ranks"])
+    """Return recurring n-grams and accepted ranks in words."""
+    accepted, drafted = sum(measured["ranks"]), measured["drafted"]
+    grams = ", ".join(f"{count / drafted:.1%}" for count in measured["recurring"])
     ranks = ", ".join(f"{count / accepted:.1%}" for count in measured["ranks"] if accepted)
-    repeated = measured["repeated"] / measured["drafted"]
-    return f"Repeated tokens: {repeated:.1%} of {measured['drafted']} nodes. Ranks: {ranks}"
+    return (
+        f"Part of a recurring 1-, 2-, 3-gram: {grams} of {drafted} nodes. "
+        f"Accepted by rank: {ranks} of {accepted} tokens."
+    )
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -22,6 +22,7 @@ from examples.studies.gsd.merge_divergence import (
     divergence,
     main,
     merged_pairs,
+    recurring,
     summary,
     table,
     text,
@@ -82,6 +83,14 @@ def test_pairs_of_a_tree_made_by_hand() -> None:
     assert merged_pairs(tree, [7], 0) == [(3, 2), (6, 4)]
 
 
+def test_recurring_by_hand() -> None:
+    # Root 7 with children 1 and 2; below 1 the run 3, 4; below 2 the token 3 and below that 4.
+    tree = DraftTree.from_rows([([7, 1, 2, 3, 3, 4, 4], [-1, 0, 0, 1, 2, 3, 4])])
+    assert [recurring(tree, length) for length in (1, 2, 3)] == [4, 4, 0]
+    # The root's own token does not count.
+    assert recurring(DraftTree.from_rows([([7, 7, 1], [-1, 0, 1])]), 1) == 0
+
+
 @torch.no_grad()
 def first_draft(
     config: GsdConfig, draft: Any, prompt: Tensor
@@ -140,8 +149,9 @@ def test_measure(model: Any, draft: Any, prompts: list[Prompt], tokenizer: Any) 
     assert measured["drafted"] > len(pairs["0"]) == len(pairs[CONTROL]) > 0
     assert all(pair["kl"] > -1e-6 for found in pairs.values() for pair in found)
     assert compare_merged(model, draft, prompts, tokenizer, 6, UNMERGED) == measured
-    # Every merge of equal tokens is a repetition; nodes below a merged one repeat too.
-    assert len(pairs["0"]) <= measured["repeated"] < measured["drafted"]
+    # Every merge of equal tokens is a recurrence, as is the first occurrence.
+    assert len(pairs["0"]) < measured["recurring"][0] <= measured["drafted"]
+    assert measured["recurring"] == sorted(measured["recurring"], reverse=True)
     assert len(measured["ranks"]) == UNMERGED.children
 
 
@@ -160,8 +170,11 @@ def test_ranks_count_accepted_tokens(model: Any, draft: Any) -> None:
 
 
 def test_text() -> None:
-    measured = {"drafted": 8, "repeated": 2, "ranks": [3, 1, 0, 0]}
-    assert text(measured) == ("Repeated tokens: 25.0% of 8 nodes. Ranks: 75.0%, 25.0%, 0.0%, 0.0%")
+    measured = {"drafted": 8, "recurring": [4, 2, 0], "ranks": [3, 1, 0, 0]}
+    assert text(measured) == (
+        "Part of a recurring 1-, 2-, 3-gram: 50.0%, 25.0%, 0.0% of 8 nodes. "
+        "Accepted by rank: 75.0%, 25.0%, 0.0%, 0.0% of 4 tokens."
+    )
 
 
 def test_table() -> None:
