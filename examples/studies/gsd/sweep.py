@@ -52,6 +52,7 @@ class Setting:
     merge_length: int | None
     max_nodes: int
     max_draft_nodes: int = GsdConfig.max_draft_nodes
+    children: int = GsdConfig.children
 
     @property
     def config(self) -> GsdConfig:
@@ -65,10 +66,11 @@ def settings(
     merge_lengths: Sequence[int | None],
     max_nodes: Sequence[int],
     max_draft_nodes: int = GsdConfig.max_draft_nodes,
+    children: Sequence[int] = (GsdConfig.children,),
 ) -> Iterator[Setting]:
     """Return all combinations, with one cap on drafted nodes."""
-    for pair, merge_length, most in product(thresholds, merge_lengths, max_nodes):
-        yield Setting(*pair, merge_length, most, max_draft_nodes)
+    for pair, merge_length, most, k in product(thresholds, merge_lengths, max_nodes, children):
+        yield Setting(*pair, merge_length, most, max_draft_nodes, k)
 
 
 def answered(pair: Pair, ids: torch.Tensor, new_tokens: int, setting: Setting) -> dict[str, Any]:
@@ -164,6 +166,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "`merge_length`": lambda row: str(row["merge_length"]),
         "`max_nodes`": lambda row: str(row["max_nodes"]),
         "`max_draft_nodes`": lambda row: str(row["max_draft_nodes"]),
+        "`children`": lambda row: str(row["children"]),
         "tau": lambda row: f"{row['tau']:.2f}",
         "sent a round": lambda row: f"{row['sent']:.1f}",
         "drafted a round": lambda row: f"{row['drafted']:.1f}",
@@ -185,12 +188,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--merge-length", type=int, action="append", help="-1 for none")
     parser.add_argument("--max-nodes", type=int, action="append")
     parser.add_argument("--max-draft-nodes", type=int, default=GsdConfig.max_draft_nodes)
+    parser.add_argument("--children", type=int, nargs="+", default=[GsdConfig.children])
     parser.add_argument("--out", type=Path, required=True, help="JSON file, gone on with if there")
     options = parser.parse_args(argv)
     lengths = options.merge_length and [None if r < 0 else r for r in options.merge_length]
     thresholds = [(low, ratio) for low, ratio in options.thresholds or THRESHOLDS]
     varied = thresholds, lengths or MERGE_LENGTHS, options.max_nodes or MAX_NODES
-    wanted = list(settings(*varied, options.max_draft_nodes))
+    wanted = list(settings(*varied, options.max_draft_nodes, options.children))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     draft = resolve_draft_model("gsd", options.assistant, model)
     pair = Pair(model, draft, AutoTokenizer.from_pretrained(options.model))
