@@ -26,6 +26,7 @@ MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Names of all tasks together in records.
 ALL = (None, "all")
 Rows = list[Sequence[Any]]
+FALCON = "falcon/smollm2_falcon"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -83,14 +84,17 @@ def falcon() -> str:
         'falcon:tree="chain",max_draft_tokens=4@smollm2-135m-falcon',
         "smollm2-135m-falcon",
     )
+    contenders = (row["contender"] for row in load(f"{FALCON}_60_epyc.json")["summary"])
+    large = next(name for name in contenders if "tree=[[" in name)
     names = {
         "ours, SmolLM2-135M: k = 1, measured size": ("60", f"falcon@{head}"),
+        "k = 1, best 15 of 48 nodes": ("60", large),
         "k = 1, chain of 4": ("60", chain),
         "k = 2, CSGD, chain of 4": ("k2", f"{chain}-k2"),
         "k = 2, CSGD, the paper's tree": ("k2", f'falcon:tree="falcon-vicuna"@{head}-k2'),
     }
     for name, (record_name, contender) in names.items():
-        record = load(f"falcon/smollm2_falcon_{record_name}_epyc.json")
+        record = load(f"{FALCON}_{record_name}_epyc.json")
         sizes = (per_round(record, contender, n) for n in ("drafted_tokens", "draft_forwards"))
         row = over_all(record, contender)
         # The second record is of an older engine, which does not change what is accepted.
@@ -115,34 +119,70 @@ def falcon_training() -> str:
 
 
 def disco() -> str:
-    """Best static length, DISCO, and the oracle."""
+    """Heuristic, static lengths, DISCO, and the oracle."""
+    claims = CLAIMS["disco"]
     rows: Rows = [
-        _captured(task, target / best, target / ours, target / oracle)
-        for task, target, best, ours, oracle in CLAIMS["disco"]["latency"]
+        (
+            task,
+            target / claims["heuristic"][task],
+            target / claims["static_five"][task],
+            *_captured(target / best, target / ours, target / oracle),
+        )
+        for task, target, best, ours, oracle in claims["latency"]
     ]
-    record = load("disco/smollm2_lengths.json")
-    rows_of_all = [row for row in record["summary"] if row["task"] in ALL]
-    speed = {row["contender"]: row["total_ratio"] for row in rows_of_all}
-    static = max(value for name, value in speed.items() if name.startswith("draft:"))
-    for name in (name for name in speed if name.startswith("disco")):
-        kind = "threshold 0.65, longest 8" if ":" in name else "measured"
-        rows.append(_captured(f"ours, {kind}", static, speed[name], speed["oracle"]))
-    head = ("data", "best static", "DISCO", "DISCO / static", "oracle / static", "captured, %")
-    return table(head, rows, ".2f", ".2f", ".2f", ".2f", ".0f")
+    record = load("disco/smollm2_baselines.json")
+    speed = {
+        row["contender"].split("@")[0]: row["total_ratio"]
+        for row in record["summary"]
+        if row["task"] in ALL
+    }
+    statics = {n: ratio for n, ratio in speed.items() if n.startswith("draft:max_draft_tokens")}
+    shared = speed["draft:length_policy=heuristic"], statics["draft:max_draft_tokens=5"]
+    for name, kind in {"disco:": "threshold 0.65, longest 5", "disco": "measured"}.items():
+        ours = next(r for n, r in speed.items() if n == name or (":" in name and name in n))
+        captured = _captured(max(statics.values()), ours, speed["oracle"])
+        rows.append((f"ours, {kind}", *shared, *captured))
+    heads = ("heuristic", "static 5", "best static", "DISCO")
+    ratios = ("DISCO / static", "oracle / static", "captured, %")
+    return table(("data", *heads, *ratios), rows, *[".2f"] * 6, ".0f")
 
 
-def _captured(name: str, static: float, mine: float, oracle: float) -> Sequence[Any]:
+def _captured(static: float, mine: float, oracle: float) -> Sequence[float]:
     share = 100 * (mine - static) / (oracle - static)
-    return name, static, mine, mine / static, oracle / static, share
+    return static, mine, mine / static, oracle / static, share
+
+
+def disco_lengths() -> str:
+    """Mean and spread of the oracle's lengths."""
+    rows: Rows = [
+        (name, mean_length, deviation, deviation / mean_length, None, None)
+        for name, mean_length, deviation in CLAIMS["disco"]["oracle_lengths"]
+    ]
+    found = load("disco/smollm2_oracle_lengths.json")["lengths"]
+    tasks = sorted((name for name in found if name != "all"), key=lambda name: found[name]["mean"])
+    for name in ("all", tasks[0], tasks[-1]):
+        one = found[name]
+        none = 100 * one["histogram"].get("0", 0) / one["rounds"]
+        label = "ours, six tasks" if name == "all" else f"ours, {name}"
+        moments = (one["mean"], one["standard_deviation"])
+        rows.append((label, *moments, moments[1] / moments[0], none, one["longest"]))
+    head = ("data", "mean", "standard deviation", "relative", "rounds with 0, %", "longest")
+    return table(head, rows, ".1f", ".1f", ".1f", ".0f", ".0f")
 
 
 def disco_f1() -> str:
     """F1 of accepted tokens."""
-    rules = adapter("smollm2-135m-disco")["validation"]["rules"]
-    f1 = {name: 100 * rule["accepted"]["f1"] for name, rule in rules.items()}
-    static = max(value for name, value in f1.items() if name.startswith("static"))
     rows: Rows = [(name, static_f1, None, mine) for name, static_f1, mine in CLAIMS["disco"]["f1"]]
-    rows.append(("ours, six tasks", static, f1["confidence"], f1["disco"]))
+    rules = adapter("smollm2-135m-disco")["validation"]["rules"]
+    fixed = {name: rule["accepted"]["f1"] for name, rule in rules.items()}
+    found = load("disco/smollm2_oracle_lengths.json")["rules"]
+    chosen = {name: rule["f1_accepted"] for name, rule in found.items()}
+    for name, f1, mine in (
+        ("ours, held-out answers, fixed thresholds", fixed, "disco"),
+        ("ours, 60 prompts, chosen thresholds", chosen, "classifier"),
+    ):
+        static = max(value for rule, value in f1.items() if rule.startswith("static"))
+        rows.append((name, *(100 * value for value in (static, f1["confidence"], f1[mine]))))
     return table(("data", "best static length", "confidence", "DISCO"), rows, ".0f", ".0f", ".0f")
 
 
@@ -201,33 +241,54 @@ def gsd() -> str:
     return table(head, rows, ".1f", ".2f", ".1f", ".2f", ".2f")
 
 
-def gsd_divergence() -> str:
-    """Divergence by merge length."""
-    record = load("gsd/smollm2_merge_divergence.json")
-    found = {row["merge_length"]: row["mean_kl"] for row in record["summary"]}
+def gsd_merging() -> str:
+    """Nodes, accepted tokens, and divergence by merge length."""
+    swept = {
+        row["merge_length"]: row
+        for row in load("gsd/smollm2_sweep_uncapped.json")["summary"]
+        if (row["min_probability"], row["children"]) == (0.1, 4)
+    }
+    diverged = load("gsd/smollm2_merge_divergence_uncapped.json")["summary"]
+    kl = {row["merge_length"]: row["mean_kl"] for row in diverged}
     claimed = CLAIMS["gsd"]["divergence"]
-    rows: Rows = [
-        (length, kl, found[str(length)], kl / claimed[0], found[str(length)] / found["0"])
-        for length, kl in enumerate(claimed)
-    ]
-    head = ("merge length", "paper", "ours, nats", "paper, relative", "ours, relative")
-    return table(head, rows, ".2e", ".3f", ".3f", ".3f")
+    rows: Rows = []
+    for length in (None, *range(len(claimed))):
+        row = swept.get(length)
+        nodes = row and row["drafted"]
+        saved = row and 100 * (1 - row["drafted"] / swept[None]["drafted"])
+        merged = row and 100 * row["merged_accepted"]
+        counts = (nodes, saved, row and row["tau"], merged)
+        if length is None:
+            rows.append(("none", *counts, None, None, None))
+        else:
+            relative = (kl[str(length)] / kl["0"], claimed[length] / claimed[0])
+            rows.append((length, *counts, kl[str(length)], *relative))
+    head = ("merge length", "drafted", "saved, %", "tau", "merged, %")
+    divergence = ("KL, nats", "KL, relative", "paper, relative")
+    return table((*head, *divergence), rows, ".0f", ".0f", ".2f", ".1f", ".3f", ".3f", ".3f")
 
 
 def ems_sd() -> str:
     """Speed of each half, and of both, over everything padded."""
+    records = {
+        "ours, 128 new tokens": "ems_sd/smollm2_uncut.json",
+        "ours, 16 new tokens": "ems_sd/smollm2_decoding.json",
+    }
     ours = {
-        row["batch_size"]: row["decoding_ratio"]
-        for row in load("ems_sd/smollm2_decoding.json")["summary"]
+        name: {row["batch_size"]: row for row in load(record)["summary"]}
+        for name, record in records.items()
     }
     rows: Rows = []
     for size, padded, inputs, keys, both in CLAIMS["ems_sd"]["halves"]:
-        mine = ours[size]
-        gains = (mine[n] / mine["padded"] for n in ("unpadded_kv", "unpadded_input", "unpadded"))
-        rows.append((size, keys / padded, inputs / padded, both / padded, *gains))
-    names = ("keys and values", "inputs", "both")
-    head = ("batch size", *(f"paper: {n}" for n in names), *(f"ours: {n}" for n in names))
-    return table(head, rows, *[".2f"] * 6)
+        rows.append((size, "paper", keys / padded, inputs / padded, both / padded, None))
+        for name, by_size in ours.items():
+            if size in by_size:
+                mine = by_size[size]["decoding_ratio"]
+                modes = ("unpadded_kv", "unpadded_input", "unpadded")
+                gains = (mine[mode] / mine["padded"] for mode in modes)
+                rows.append((size, name, *gains, 100 * by_size[size]["padding_ratio"]))
+    head = ("batch size", "", "keys and values", "inputs", "both", "padding ratio, %")
+    return table(head, rows, ".2f", ".2f", ".2f", ".0f")
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -236,11 +297,12 @@ TABLES: dict[str, Callable[[], str]] = {
         falcon,
         falcon_training,
         disco,
+        disco_lengths,
         disco_f1,
         sdsat,
         sdsat_trainings,
         gsd,
-        gsd_divergence,
+        gsd_merging,
         ems_sd,
     )
 }

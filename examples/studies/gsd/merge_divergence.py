@@ -4,7 +4,9 @@ A graph continues a merged node with what was drafted below its first occurrence
 that would be merged, this compares the draft model's next-token distribution after the node on its
 own path with the one after that first occurrence: KL(own || first) in nats, as in Table 5 of Gong
 et al. 2024 (arXiv 2407.16207), whose tau is `merge_length`. Random pairs of nodes are the control.
-Run as `python -m examples.studies.gsd.merge_divergence --help` says.
+It also counts nodes that are part of an n-gram that recurs in their draft tree (Figure 3) and
+accepted tokens by rank among their siblings (Figure 7). Run as
+`python -m examples.studies.gsd.merge_divergence --help` says.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +31,8 @@ from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.generation.one_call import generate_with
@@ -38,6 +42,10 @@ from hf_spec.methods.draft_model.truncated import truncated_draft
 
 MERGE_LENGTHS = (0, 1, 2, 3)
 CONTROL = "random pair"
+# Lengths of recurring n-grams.
+GRAMS = (1, 2, 3)
+# Pairs whose distributions are compared at once.
+CHUNK_PAIRS = 256
 
 Pair = tuple[int, int]
 # Called with every drafted tree of one row, its text and the next-token log-probabilities (N, V).
@@ -75,6 +83,23 @@ def merged_pairs(tree: DraftTree, context: Sequence[int], merge_length: int) -> 
     return pairs
 
 
+def recurring(tree: DraftTree, length: int) -> int:
+    """Return the number of nodes of a one-row tree that are part of a recurring n-gram.
+
+    Args:
+        tree: a draft; its root is not part of an n-gram.
+        length: n, counted along paths.
+    """
+    places: dict[tuple[int, ...], list[list[int]]] = {}
+    for node in range(1, len(tree.tokens)):
+        if tree.depth[node] >= length:
+            path = [node]
+            while len(path) < length:
+                path.append(tree.parent[path[-1]])
+            places.setdefault(tuple(tree.tokens[n] for n in path), []).append(path)
+    return len({n for paths in places.values() if len(paths) > 1 for path in paths for n in path})
+
+
 def divergence(log_probs: Tensor, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
     """KL(first of pair || second) in nats and whether both have the same likeliest token.
 
@@ -82,12 +107,14 @@ def divergence(log_probs: Tensor, pairs: Sequence[Pair]) -> list[dict[str, Any]]
         log_probs: (N, V) natural logarithms.
         pairs: indices of two nodes each.
     """
-    if not pairs:
-        return []
-    own, first = (log_probs[list(nodes)].double() for nodes in zip(*pairs, strict=True))
-    kl = (own.exp() * (own - first)).nansum(dim=-1)
-    same = own.argmax(dim=-1) == first.argmax(dim=-1)
-    return [{"kl": k, "same": s} for k, s in zip(kl.tolist(), same.tolist(), strict=True)]
+    compared: list[dict[str, Any]] = []
+    for start in range(0, len(pairs), CHUNK_PAIRS):
+        chunk = zip(*pairs[start : start + CHUNK_PAIRS], strict=True)
+        own, first = (log_probs[list(nodes)].double() for nodes in chunk)
+        kl = (own.exp() * (own - first)).nansum(dim=-1)
+        same = own.argmax(dim=-1) == first.argmax(dim=-1)
+        compared += [{"kl": k, "same": s} for k, s in zip(kl.tolist(), same.tolist(), strict=True)]
+    return compared
 
 
 class UnmergedDrafter(DraftModelDrafter):
@@ -97,11 +124,19 @@ class UnmergedDrafter(DraftModelDrafter):
         config: with `merge_length` None.
         model: the draft model.
         study: called with every tree.
+        ranks: counts accepted tokens by their rank among their siblings.
     """
 
-    def __init__(self, config: GsdConfig, model: PreTrainedModel, study: Study):
+    def __init__(
+        self,
+        config: GsdConfig,
+        model: PreTrainedModel,
+        study: Study,
+        ranks: Counter[int] | None = None,
+    ):
         super().__init__(config, model)
         self._study = study
+        self._ranks = Counter() if ranks is None else ranks
         self._reader = ModelRunner(model, 1)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
@@ -112,6 +147,13 @@ class UnmergedDrafter(DraftModelDrafter):
             self._reader.keep([[]])
         self._study(tree, state.tokens[0], logits.float().log_softmax(dim=-1))
         return tree
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """See `Drafter`; counts ranks."""
+        tree = verdict.tree
+        for node in verdict.accepted[0]:
+            self._ranks[tree.children[tree.parent[node]].index(node)] += 1
+        super().observe(verdict, output)
 
 
 def compare_merged(
@@ -133,17 +175,23 @@ def compare_merged(
         config: how trees grow; with `merge_length` None.
 
     Returns:
-        "drafted": number of nodes; "pairs": name -> one {"kl", "same"} per pair. Names are the
-        merge lengths and the control, which has as many pairs as merge length 0.
+        "drafted": number of nodes; "recurring": see `recurring`, for each of `GRAMS`; "ranks":
+        number of accepted tokens by rank among their siblings; "pairs": name -> one {"kl", "same"}
+        per pair. Names are the merge lengths and the control, which has as many pairs as merge
+        length 0.
     """
     rng = random.Random(0)  # noqa: S311 - repeatable, not secret
     pairs: dict[str, list[dict[str, Any]]] = {str(name): [] for name in (*MERGE_LENGTHS, CONTROL)}
     drafted = 0
+    repeated = dict.fromkeys(GRAMS, 0)
+    ranks: Counter[int] = Counter()
 
     def study(tree: DraftTree, context: list[int], log_probs: Tensor) -> None:
         nonlocal drafted
         count = len(tree.tokens) - 1
         drafted += count
+        for length in GRAMS:
+            repeated[length] += recurring(tree, length)
         for merge_length in MERGE_LENGTHS:
             found = merged_pairs(tree, context, merge_length)
             pairs[str(merge_length)] += divergence(log_probs, found)
@@ -156,9 +204,11 @@ def compare_merged(
             prompt.encode(tokenizer),
             max_new_tokens=new_tokens,
             do_sample=False,
-            custom_generate=partial(generate_with, UnmergedDrafter(config, draft, study)),
+            custom_generate=partial(generate_with, UnmergedDrafter(config, draft, study, ranks)),
         )
-    return {"drafted": drafted, "pairs": pairs}
+    by_rank = [ranks[rank] for rank in range(config.children)]
+    grams = [repeated[length] for length in GRAMS]
+    return {"drafted": drafted, "recurring": grams, "ranks": by_rank, "pairs": pairs}
 
 
 def summary(measured: dict[str, Any]) -> list[dict[str, Any]]:
@@ -180,6 +230,17 @@ def summary(measured: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def text(measured: Mapping[str, Any]) -> str:
+    """Return recurring n-grams and accepted ranks in words."""
+    accepted, drafted = sum(measured["ranks"]), measured["drafted"]
+    grams = ", ".join(f"{count / drafted:.1%}" for count in measured["recurring"])
+    ranks = ", ".join(f"{count / accepted:.1%}" for count in measured["ranks"] if accepted)
+    return (
+        f"Part of a recurring 1-, 2-, 3-gram: {grams} of {drafted} nodes. "
+        f"Accepted by rank: {ranks} of {accepted} tokens."
+    )
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -210,6 +271,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--children", type=int, default=GsdConfig.children, help="most per node")
     parser.add_argument("--max-draft-nodes", type=int, default=GsdConfig.max_draft_nodes)
+    thresholds = (GsdConfig.min_probability, GsdConfig.min_sibling_ratio)
+    parser.add_argument("--thresholds", type=float, nargs=2, default=thresholds)
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
@@ -224,11 +287,14 @@ def main(argv: list[str] | None = None) -> None:
         children=options.children,
         max_nodes=options.max_draft_nodes,
         max_draft_nodes=options.max_draft_nodes,
+        expanded_per_level=options.max_draft_nodes,
+        min_probability=options.thresholds[0],
+        min_sibling_ratio=options.thresholds[1],
     )
     prompts = load_prompts(per_task=options.per_task)
     measured = compare_merged(model, draft, prompts, tokenizer, options.new_tokens, config)
     rows = summary(measured)
-    print(table(rows))
+    print(table(rows), text(measured), sep="\n\n")
     if options.out:
         facts = {
             "environment": environment(),

@@ -51,21 +51,26 @@ class Setting:
     min_sibling_ratio: float
     merge_length: int | None
     max_nodes: int
+    max_draft_nodes: int = GsdConfig.max_draft_nodes
+    children: int = GsdConfig.children
 
     @property
     def config(self) -> GsdConfig:
-        """Ten levels in every round, as in the paper."""
-        return GsdConfig(length_policy="static", **vars(self))
+        """Ten levels in every round, as in the paper; no other limit than the cap on nodes."""
+        every = self.max_draft_nodes
+        return GsdConfig(length_policy="static", expanded_per_level=every, **vars(self))
 
 
 def settings(
     thresholds: Sequence[tuple[float, float]],
     merge_lengths: Sequence[int | None],
     max_nodes: Sequence[int],
+    max_draft_nodes: int = GsdConfig.max_draft_nodes,
+    children: Sequence[int] = (GsdConfig.children,),
 ) -> Iterator[Setting]:
-    """All combinations."""
-    for pair, merge_length, most in product(thresholds, merge_lengths, max_nodes):
-        yield Setting(*pair, merge_length, most)
+    """Return all combinations, with one cap on drafted nodes."""
+    for pair, merge_length, most, k in product(thresholds, merge_lengths, max_nodes, children):
+        yield Setting(*pair, merge_length, most, max_draft_nodes, k)
 
 
 def answered(pair: Pair, ids: torch.Tensor, new_tokens: int, setting: Setting) -> dict[str, Any]:
@@ -160,6 +165,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "thresholds": lambda row: f"{row['min_probability']:g} / {row['min_sibling_ratio']:g}",
         "`merge_length`": lambda row: str(row["merge_length"]),
         "`max_nodes`": lambda row: str(row["max_nodes"]),
+        "`max_draft_nodes`": lambda row: str(row["max_draft_nodes"]),
+        "`children`": lambda row: str(row["children"]),
         "tau": lambda row: f"{row['tau']:.2f}",
         "sent a round": lambda row: f"{row['sent']:.1f}",
         "drafted a round": lambda row: f"{row['drafted']:.1f}",
@@ -180,11 +187,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--thresholds", type=float, nargs=2, action="append", help="again for more")
     parser.add_argument("--merge-length", type=int, action="append", help="-1 for none")
     parser.add_argument("--max-nodes", type=int, action="append")
+    parser.add_argument("--max-draft-nodes", type=int, default=GsdConfig.max_draft_nodes)
+    parser.add_argument("--children", type=int, nargs="+", default=[GsdConfig.children])
     parser.add_argument("--out", type=Path, required=True, help="JSON file, gone on with if there")
     options = parser.parse_args(argv)
     lengths = options.merge_length and [None if r < 0 else r for r in options.merge_length]
     thresholds = [(low, ratio) for low, ratio in options.thresholds or THRESHOLDS]
-    wanted = list(settings(thresholds, lengths or MERGE_LENGTHS, options.max_nodes or MAX_NODES))
+    varied = thresholds, lengths or MERGE_LENGTHS, options.max_nodes or MAX_NODES
+    wanted = list(settings(*varied, options.max_draft_nodes, options.children))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     draft = resolve_draft_model("gsd", options.assistant, model)
     pair = Pair(model, draft, AutoTokenizer.from_pretrained(options.model))

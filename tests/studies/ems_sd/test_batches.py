@@ -34,6 +34,7 @@ def test_the_settings_are_those_of_the_paper() -> None:
     assert LOOKUP.max_matches == 1
     assert DRAFT.max_draft_tokens == 4
     assert DRAFT.max_draft_tokens + 1 == CAPS["draft"]
+    assert batches.TREE.max_draft_tokens + 1 == CAPS["tree"]
     assert LOOKUP.copy_length + 1 == CAPS["lookup"]
 
 
@@ -122,17 +123,18 @@ def test_the_command_writes_records_tables_and_a_plot(
     out, image = tmp_path / "batches.json", tmp_path / "batches.png"
     command = f"--model {folder} --assistant {folder} --prompts {prompt_file} --batch-sizes 1 2"
     command += " --batches 1 --new-tokens 6 --repeats 1 --cpu-packing off"
+    command += " --methods lookup tree"
     batches.main([*command.split(), "--out", str(out), "--plot", str(image)])
     printed = capsys.readouterr().out
     assert "### lookup" in printed
-    assert "### draft" in printed
+    assert "### tree" in printed
     content = json.loads(out.read_text())
     assert len(content["records"]) == 2 * 2 * len(CONTENDERS)
     assert [(row["method"], row["batch_size"]) for row in content["summary"]] == [
         ("lookup", 1),
         ("lookup", 2),
-        ("draft", 1),
-        ("draft", 2),
+        ("tree", 1),
+        ("tree", 2),
     ]
     assert "--batch-sizes 1 2" in content["command"]
     assert content["environment"]["torch"] == torch.__version__
@@ -174,6 +176,8 @@ def test_a_stopped_command_goes_on(
         batches.main([*command.split(), "--prompt-tokens", "3"])
     with pytest.raises(SystemExit, match="with another clock"):
         batches.main([*command.split(), "--processor-time"])
+    with pytest.raises(SystemExit, match="has other lookups"):
+        batches.main([*command.split(), "--prompt-only"])
 
 
 def test_the_clock_is_the_one_that_is_given(model: Any, tokenizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from examples.studies.gsd.merge_divergence import (
     divergence,
     main,
     merged_pairs,
+    recurring,
     summary,
     table,
+    text,
 )
 from hf_spec import GsdConfig
 from hf_spec.common.prompts import Prompt
@@ -78,6 +81,14 @@ def test_pairs_of_a_tree_made_by_hand() -> None:
     # Node 3 is merged into 2, so the graph counts the nodes after it in another way.
     tree = DraftTree.from_rows([([7, 1, 2, 2, 5, 6, 5], [-1, 0, 0, 1, 2, 2, 5])])
     assert merged_pairs(tree, [7], 0) == [(3, 2), (6, 4)]
+
+
+def test_recurring_by_hand() -> None:
+    # Root 7 with children 1 and 2; below 1 the run 3, 4; below 2 the token 3 and below that 4.
+    tree = DraftTree.from_rows([([7, 1, 2, 3, 3, 4, 4], [-1, 0, 0, 1, 2, 3, 4])])
+    assert [recurring(tree, length) for length in (1, 2, 3)] == [4, 4, 0]
+    # The root's own token does not count.
+    assert recurring(DraftTree.from_rows([([7, 7, 1], [-1, 0, 1])]), 1) == 0
 
 
 @torch.no_grad()
@@ -138,6 +149,32 @@ def test_measure(model: Any, draft: Any, prompts: list[Prompt], tokenizer: Any) 
     assert measured["drafted"] > len(pairs["0"]) == len(pairs[CONTROL]) > 0
     assert all(pair["kl"] > -1e-6 for found in pairs.values() for pair in found)
     assert compare_merged(model, draft, prompts, tokenizer, 6, UNMERGED) == measured
+    # Every merge of equal tokens is a recurrence, as is the first occurrence.
+    assert len(pairs["0"]) < measured["recurring"][0] <= measured["drafted"]
+    assert measured["recurring"] == sorted(measured["recurring"], reverse=True)
+    assert len(measured["ranks"]) == UNMERGED.children
+
+
+@torch.no_grad()
+def test_ranks_count_accepted_tokens(model: Any, draft: Any) -> None:
+    ranks: Counter[int] = Counter()
+    drafter = UnmergedDrafter(UNMERGED, draft, lambda *_: None, ranks)
+    output = model.generate(
+        repetitive_prompt(),
+        max_new_tokens=6,
+        do_sample=False,
+        custom_generate=partial(generate_with, drafter),
+        return_dict_in_generate=True,
+    )
+    assert sum(ranks.values()) == output.spec_stats.accepted_tokens > 0
+
+
+def test_text() -> None:
+    measured = {"drafted": 8, "recurring": [4, 2, 0], "ranks": [3, 1, 0, 0]}
+    assert text(measured) == (
+        "Part of a recurring 1-, 2-, 3-gram: 50.0%, 25.0%, 0.0% of 8 nodes. "
+        "Accepted by rank: 75.0%, 25.0%, 0.0%, 0.0% of 4 tokens."
+    )
 
 
 def test_table() -> None:
@@ -172,6 +209,8 @@ def test_command(folder: Path, tmp_path: Path, capsys: Any, source: str) -> None
         "| 2",
         "| 3",
         f"| {CONTROL}",
+        "",
+        printed[-1],
     ]
     written = json.loads(out.read_text())
     assert written["config"]["merge_length"] is None

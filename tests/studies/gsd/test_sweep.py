@@ -23,6 +23,11 @@ def test_settings_are_all_combinations() -> None:
     config = found[0].config
     assert (config.max_draft_tokens, config.length_policy) == (None, "static")
     assert (config.min_probability, config.min_sibling_ratio, config.max_nodes) == (0.2, 0.3, 15)
+    (raised,) = settings([(0.2, 0.3)], [1], [15], 10_000)
+    assert raised.config.children == 4
+    chain, _ = settings([(0.2, 0.3)], [1], [15], children=[1, 2])
+    assert chain.config.children == 1
+    assert raised.config.max_draft_nodes == raised.config.expanded_per_level == 10_000
 
 
 def test_counts(model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
@@ -56,7 +61,7 @@ def test_summary_and_table() -> None:
     assert row["merged_accepted"] == pytest.approx(1 / 8)
     assert row["sent"] == 2.0
     assert table([row]).splitlines()[2] == (
-        "| 0 / 0 | 0 | 20 | 0.80 | 2.0 | 2.0 | 2.0 | 12.5% | 1 of 2 |"
+        "| 0 / 0 | 0 | 20 | 256 | 4 | 0.80 | 2.0 | 2.0 | 2.0 | 12.5% | 1 of 2 |"
     )
 
 
