@@ -132,7 +132,7 @@ def disco() -> str:
     ]
     record = load("disco/smollm2_baselines.json")
     speed = {
-        row["contender"].split("@")[0]: row["total_ratio"]
+        row["contender"].split("@")[0].replace('"', ""): row["total_ratio"]
         for row in record["summary"]
         if row["task"] in ALL
     }
@@ -263,7 +263,7 @@ def gsd_merging() -> str:
         else:
             relative = (kl[str(length)] / kl["0"], claimed[length] / claimed[0])
             rows.append((length, *counts, kl[str(length)], *relative))
-    head = ("merge length", "drafted", "saved, %", "tau", "merged, %")
+    head = ("merge length", "nodes", "saved, %", "tau", "merged, %")
     divergence = ("KL, nats", "KL, relative", "paper, relative")
     return table((*head, *divergence), rows, ".0f", ".0f", ".2f", ".1f", ".3f", ".3f", ".3f")
 
