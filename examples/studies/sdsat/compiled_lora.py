@@ -8,8 +8,7 @@ adaptive tokens, and `sdsat` as it is.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from statistics import median, quantiles
 from typing import Any
@@ -54,7 +53,11 @@ def run(model: PreTrainedModel, name: str, given: Mapping[str, Any], adapter: st
 
 
 def record(
-    model: PreTrainedModel, prompts: Mapping[str, Tensor], names: Sequence[str], options: Any
+    model: PreTrainedModel,
+    prompts: Mapping[str, Tensor],
+    names: Sequence[str],
+    options: Any,
+    clock: Callable[[], float],
 ) -> list[dict[str, Any]]:
     """Time all contenders on every prompt, interleaved; one entry per prompt and contender."""
     rows = []
@@ -65,9 +68,9 @@ def record(
         outputs: dict[str, Any] = {}
         for _ in range(options.repeats):
             for name in names:
-                start = time.perf_counter()
+                start = clock()
                 outputs[name] = run(model, name, given, options.adapter)
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
         for name, output in outputs.items():
             stats = getattr(output, "spec_stats", None)
             rows.append(
@@ -127,15 +130,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(argv)
-    model, _ = timing.begin(options)
+    model, clock = timing.begin(options)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts = {p.id: p.encode(tokenizer) for p in load_prompts(per_task=options.per_task)}
     names = [PLAIN, NONE, OUTSIDE, "sdsat", *(f"sdsat k={k}" for k in options.num_adaptive)]
     hf_spec.compile(model)
     # The first calls compile.
     first = dict([next(iter(prompts.items()))])
-    record(model, first, names, argparse.Namespace(**{**vars(options), "repeats": 1}))
-    rows = record(model, prompts, names, options)
+    record(model, first, names, argparse.Namespace(**{**vars(options), "repeats": 1}), clock)
+    rows = record(model, prompts, names, options, clock)
     summaries = {name: summary(rows, name) for name in names}
     print(table(summaries).markdown())
     timing.write_record(options, {"summary": summaries, "rows": rows})
