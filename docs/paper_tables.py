@@ -119,32 +119,20 @@ def falcon_training() -> str:
 
 
 def disco() -> str:
-    """Heuristic, static lengths, DISCO, and the oracle."""
-    claims = CLAIMS["disco"]
+    """Best static length, DISCO, and the oracle."""
     rows: Rows = [
-        (
-            task,
-            target / claims["heuristic"][task],
-            target / claims["static_five"][task],
-            *_captured(target / best, target / ours, target / oracle),
-        )
-        for task, target, best, ours, oracle in claims["latency"]
+        (task, *_captured(target / best, target / ours, target / oracle))
+        for task, target, best, ours, oracle in CLAIMS["disco"]["latency"]
     ]
-    record = load("disco/smollm2_baselines.json")
-    speed = {
-        row["contender"].split("@")[0].replace('"', ""): row["total_ratio"]
-        for row in record["summary"]
-        if row["task"] in ALL
-    }
-    statics = {n: ratio for n, ratio in speed.items() if n.startswith("draft:max_draft_tokens")}
-    shared = speed["draft:length_policy=heuristic"], statics["draft:max_draft_tokens=5"]
-    for name, kind in {"disco:": "threshold 0.65, longest 5", "disco": "measured"}.items():
-        ours = next(r for n, r in speed.items() if n == name or (":" in name and name in n))
-        captured = _captured(max(statics.values()), ours, speed["oracle"])
-        rows.append((f"ours, {kind}", *shared, *captured))
-    heads = ("heuristic", "static 5", "best static", "DISCO")
-    ratios = ("DISCO / static", "oracle / static", "captured, %")
-    return table(("data", *heads, *ratios), rows, *[".2f"] * 6, ".0f")
+    record = load("disco/smollm2_lengths.json")
+    rows_of_all = [row for row in record["summary"] if row["task"] in ALL]
+    speed = {row["contender"]: row["total_ratio"] for row in rows_of_all}
+    static = max(value for name, value in speed.items() if name.startswith("draft:"))
+    for name in (name for name in speed if name.startswith("disco")):
+        kind = "threshold 0.65, longest 8" if ":" in name else "measured"
+        rows.append((f"ours, {kind}", *_captured(static, speed[name], speed["oracle"])))
+    head = ("data", "best static", "DISCO", "DISCO / static", "oracle / static", "captured, %")
+    return table(head, rows, ".2f", ".2f", ".2f", ".2f", ".0f")
 
 
 def _captured(static: float, mine: float, oracle: float) -> Sequence[float]:
