@@ -143,7 +143,7 @@ def _captured(static: float, mine: float, oracle: float) -> Sequence[float]:
 def disco_lengths() -> str:
     """Mean and spread of the oracle's lengths."""
     rows: Rows = [
-        (name, mean_length, deviation, deviation / mean_length, None, None)
+        (name, mean_length, deviation, deviation / mean_length, None)
         for name, mean_length, deviation in CLAIMS["disco"]["oracle_lengths"]
     ]
     found = load("disco/smollm2_oracle_lengths.json")["lengths"]
@@ -153,9 +153,9 @@ def disco_lengths() -> str:
         none = 100 * one["histogram"].get("0", 0) / one["rounds"]
         label = "ours, six tasks" if name == "all" else f"ours, {name}"
         moments = (one["mean"], one["standard_deviation"])
-        rows.append((label, *moments, moments[1] / moments[0], none, one["longest"]))
-    head = ("data", "mean", "standard deviation", "relative", "rounds with 0, %", "longest")
-    return table(head, rows, ".1f", ".1f", ".1f", ".0f", ".0f")
+        rows.append((label, *moments, moments[1] / moments[0], none))
+    head = ("data", "mean", "deviation", "relative", "zero, %")
+    return table(head, rows, ".1f", ".1f", ".1f", ".0f")
 
 
 def disco_f1() -> str:
@@ -166,8 +166,8 @@ def disco_f1() -> str:
     found = load("disco/smollm2_oracle_lengths.json")["rules"]
     chosen = {name: rule["f1_accepted"] for name, rule in found.items()}
     for name, f1, mine in (
-        ("ours, held-out answers, fixed thresholds", fixed, "disco"),
-        ("ours, 60 prompts, chosen thresholds", chosen, "classifier"),
+        ("ours, held-out answers, fixed", fixed, "disco"),
+        ("ours, 60 prompts, chosen", chosen, "classifier"),
     ):
         static = max(value for rule, value in f1.items() if rule.startswith("static"))
         rows.append((name, *(100 * value for value in (static, f1["confidence"], f1[mine]))))
