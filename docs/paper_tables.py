@@ -119,32 +119,20 @@ def falcon_training() -> str:
 
 
 def disco() -> str:
-    """Heuristic, static lengths, DISCO, and the oracle."""
-    claims = CLAIMS["disco"]
+    """Best static length, DISCO, and the oracle."""
     rows: Rows = [
-        (
-            task,
-            target / claims["heuristic"][task],
-            target / claims["static_five"][task],
-            *_captured(target / best, target / ours, target / oracle),
-        )
-        for task, target, best, ours, oracle in claims["latency"]
+        (task, *_captured(target / best, target / ours, target / oracle))
+        for task, target, best, ours, oracle in CLAIMS["disco"]["latency"]
     ]
-    record = load("disco/smollm2_baselines.json")
-    speed = {
-        row["contender"].split("@")[0].replace('"', ""): row["total_ratio"]
-        for row in record["summary"]
-        if row["task"] in ALL
-    }
-    statics = {n: ratio for n, ratio in speed.items() if n.startswith("draft:max_draft_tokens")}
-    shared = speed["draft:length_policy=heuristic"], statics["draft:max_draft_tokens=5"]
-    for name, kind in {"disco:": "threshold 0.65, longest 5", "disco": "measured"}.items():
-        ours = next(r for n, r in speed.items() if n == name or (":" in name and name in n))
-        captured = _captured(max(statics.values()), ours, speed["oracle"])
-        rows.append((f"ours, {kind}", *shared, *captured))
-    heads = ("heuristic", "static 5", "best static", "DISCO")
-    ratios = ("DISCO / static", "oracle / static", "captured, %")
-    return table(("data", *heads, *ratios), rows, *[".2f"] * 6, ".0f")
+    record = load("disco/smollm2_lengths.json")
+    rows_of_all = [row for row in record["summary"] if row["task"] in ALL]
+    speed = {row["contender"]: row["total_ratio"] for row in rows_of_all}
+    static = max(value for name, value in speed.items() if name.startswith("draft:"))
+    for name in (name for name in speed if name.startswith("disco")):
+        kind = "threshold 0.65, longest 8" if ":" in name else "measured"
+        rows.append((f"ours, {kind}", *_captured(static, speed[name], speed["oracle"])))
+    head = ("data", "best static", "DISCO", "DISCO / static", "oracle / static", "captured, %")
+    return table(head, rows, ".2f", ".2f", ".2f", ".2f", ".0f")
 
 
 def _captured(static: float, mine: float, oracle: float) -> Sequence[float]:
@@ -155,7 +143,7 @@ def _captured(static: float, mine: float, oracle: float) -> Sequence[float]:
 def disco_lengths() -> str:
     """Mean and spread of the oracle's lengths."""
     rows: Rows = [
-        (name, mean_length, deviation, deviation / mean_length, None, None)
+        (name, mean_length, deviation, deviation / mean_length, None)
         for name, mean_length, deviation in CLAIMS["disco"]["oracle_lengths"]
     ]
     found = load("disco/smollm2_oracle_lengths.json")["lengths"]
@@ -165,9 +153,9 @@ def disco_lengths() -> str:
         none = 100 * one["histogram"].get("0", 0) / one["rounds"]
         label = "ours, six tasks" if name == "all" else f"ours, {name}"
         moments = (one["mean"], one["standard_deviation"])
-        rows.append((label, *moments, moments[1] / moments[0], none, one["longest"]))
-    head = ("data", "mean", "standard deviation", "relative", "rounds with 0, %", "longest")
-    return table(head, rows, ".1f", ".1f", ".1f", ".0f", ".0f")
+        rows.append((label, *moments, moments[1] / moments[0], none))
+    head = ("data", "mean", "deviation", "relative", "zero, %")
+    return table(head, rows, ".1f", ".1f", ".1f", ".0f")
 
 
 def disco_f1() -> str:
@@ -178,8 +166,8 @@ def disco_f1() -> str:
     found = load("disco/smollm2_oracle_lengths.json")["rules"]
     chosen = {name: rule["f1_accepted"] for name, rule in found.items()}
     for name, f1, mine in (
-        ("ours, held-out answers, fixed thresholds", fixed, "disco"),
-        ("ours, 60 prompts, chosen thresholds", chosen, "classifier"),
+        ("ours, held-out answers, fixed", fixed, "disco"),
+        ("ours, 60 prompts, chosen", chosen, "classifier"),
     ):
         static = max(value for rule, value in f1.items() if rule.startswith("static"))
         rows.append((name, *(100 * value for value in (static, f1["confidence"], f1[mine]))))
