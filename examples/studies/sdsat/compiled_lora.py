@@ -1,4 +1,4 @@
-"""What it saves that compiled layers contain the gated LoRA of adaptive tokens.
+"""Measure the time that compiled layers with the gated LoRA of adaptive tokens save.
 
 Run as `python -m examples.studies.sdsat.compiled_lora --model MODEL --adapter ADAPTER`.
 Interleaved: plain `generate()`, `none`, `sdsat` with layers that run uncompiled in steps with
