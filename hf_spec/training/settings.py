@@ -100,7 +100,7 @@ class HeadSettings(Settings):
     """Settings that all trainings of heads share.
 
     Attributes:
-        max_context: last tokens of a prompt that it learns from; None for all.
+        max_context: last prompt tokens to learn; None for all.
         held_back: share of the prompts that are held out, chosen by a hash of their ids.
     """
 
@@ -115,7 +115,7 @@ class DraftVocabularySettings(HeadSettings):
     """Settings of heads that can draft a part of the vocabulary.
 
     Attributes:
-        vocabulary_size: number of most frequent tokens it can draft; None for all.
+        vocabulary_size: frequent tokens it can draft; None for all.
     """
 
     vocabulary_size: Annotated[Count | None, Named("vocab_size")] = 8192

@@ -127,8 +127,8 @@ TRAINING = Training(
     help="""Train adaptive tokens, after which the target drafts for itself.
 
     Modes gated and embeddings leave the target's output unchanged; lora and full train another
-    model, full in OUT itself. The default learning rate is 0.001, in mode full 5e-5. The target's
-    next-token distributions are computed and stored only for --soft-weight. Use it with
+    model, full in OUT itself. The learning rate is 0.001 by default, 5e-5 for full. Target
+    distributions are stored for --soft-weight only. Use it with
     generate(..., spec_strategy="sdsat", assistant=OUT).
 
         hf-spec train sdsat MODEL --responses answers.jsonl --out my-tokens
