@@ -132,7 +132,7 @@ def speculators_config(kind: str = "eagle3", **more: Any) -> dict[str, Any]:
 
 
 def converted_config(**more: Any) -> dict[str, Any]:
-    """That of a head which `speculators convert` wrote, with all of its entries."""
+    """Config of a head that `speculators convert` wrote, with all of its entries."""
     layer = {**plain_config(), "head_dim": SIZE, "rope_theta": 10000.0, "rope_scaling": None}
     del layer["draft_vocab_size"], layer["architectures"]
     return {

@@ -49,7 +49,7 @@ TRUSTED = {*sys.stdlib_module_names, "torch", "numpy", "bitsandbytes"}
 STANDARD = {*vars(nn.Module()), "forward", "layer_idx"}
 # In transformers only functions and classes of modules are followed.
 TRANSFORMERS = "transformers"
-# What compiled layers read of an 8-bit layer of bitsandbytes.
+# Attributes of bitsandbytes' 8-bit layers that compiled layers read.
 EIGHT_BIT = ("state.CB", "state.SCB", "state.threshold", "state.has_fp16_weights")
 # More values than any layer of transformers reads; a layer that reads more is not compiled.
 MAX_VALUES = 20_000

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Chains of up to so many tokens attend like a draft tree.
+# Longest chain, in tokens, that attends like a draft tree.
 STEP_TOKENS = 512
 
 
@@ -54,6 +54,7 @@ class Segment:
     cache_indices: Sequence[int] = ()
     is_chain: bool = False
     _masks: dict[object, Tensor | None] = field(default_factory=dict)
+    _blocks: dict[object, tuple[int, Tensor]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +104,25 @@ class Segment:
             self._masks[key] = self._build_mask(window, chunk, groups, like)
         return self._masks[key]
 
+    def block_mask(
+        self, first: int, window: int | None, like: Tensor, chunk: int | None = None
+    ) -> tuple[int, Tensor]:
+        """Return the first key that a part of a chain attends to, and the mask from there on.
+
+        `like` are (1, H, T, D) queries of the T tokens from position `first` on. The additive mask
+        is (T, S), up to the key of the last token, and computed once like that of `mask`.
+        """
+        key = (window, chunk, first, like.dtype, like.device)
+        if key not in self._blocks:
+            position = torch.arange(first, first + like.shape[2])[:, None]
+            earliest = _first_visible(position, window, chunk).clamp(min=0)
+            begin = int(earliest[0])
+            key_position = torch.arange(begin, first + len(position), device=like.device)
+            visible = key_position <= position.to(like.device)
+            visible &= key_position >= earliest.to(like.device)
+            self._blocks[key] = begin, _additive_mask(visible, like.dtype)
+        return self._blocks[key]
+
     def _build_mask(
         self, window: int | None, chunk: int | None, groups: int, like: Tensor
     ) -> Tensor | None:
@@ -110,22 +130,22 @@ class Segment:
         # A limit beyond the last position hides no key.
         limit = chunk or window
         if limit is not None and self.last_position >= limit:
-            first = first_visible(self.position[:, None], window, chunk)
+            first = _first_visible(self.position[:, None], window, chunk)
             inside = self.key_position[None, :] >= first
             visible = inside if visible is None else visible & inside
         if visible is None:
             return None
-        return additive_mask(visible, like.dtype).to(like.device).repeat(groups, 1)
+        return _additive_mask(visible, like.dtype).to(like.device).repeat(groups, 1)
 
 
-def first_visible(position: Tensor, window: int | None, chunk: int | None) -> Tensor:
+def _first_visible(position: Tensor, window: int | None, chunk: int | None) -> Tensor:
     """Return the first position that tokens at `position` attend to; it may be negative."""
     if chunk:
         return position - position % chunk
     return position - window + 1 if window else torch.zeros_like(position)
 
 
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what is added to scores: 0 where a key is visible, -inf elsewhere."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, float("-inf"))

@@ -184,8 +184,9 @@ class PaddedWork(RowWork):
 def _without_prefix(segment: Segment, tail: Tensor, seen: Tensor) -> Segment:
     """Return the segment with all its keys given one by one: gaps may be anywhere."""
     first = int(tail[0])
-    segment = replace(segment, prefix=0, first_position=first, is_chain=False)
-    return replace(segment, tail_position=tail, seen=seen)
+    return replace(
+        segment, prefix=0, tail_position=tail, seen=seen, first_position=first, is_chain=False
+    )
 
 
 def fill_up(work: Sequence[PaddedWork], idle: Sequence[PaddedWork]) -> list[PaddedWork]:

@@ -15,7 +15,7 @@ from hf_spec_kernels import Scoring
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_spec.engine.forward.attention_span import Segment, additive_mask, first_visible, span
+from hf_spec.engine.forward.attention_span import Segment, span
 
 # Rows that share a call have their keys copied; for more keys the copy costs more than a call.
 MAX_COPIED_KEYS = 64
@@ -141,7 +141,7 @@ def _attend_prompt(
         blocks = query.split(BLOCK, dim=2)
         firsts = range(segment.num_keys - segment.num_tokens, segment.num_keys, BLOCK)
         parts = (
-            _attend_block(first, block, keys, values, scoring)
+            _attend_block(segment, first, block, keys, values, scoring)
             for first, block in zip(firsts, blocks, strict=True)
         )
         attended = torch.cat(list(parts), dim=2)
@@ -150,17 +150,12 @@ def _attend_prompt(
 
 
 def _attend_block(
-    first: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
+    segment: Segment, first: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
 ) -> Tensor:
     """Attend with the queries of a chain from position `first` on, to the keys they may see."""
-    device, end = query.device, first + query.shape[2]
-    position = torch.arange(first, end)[:, None]
-    earliest = first_visible(position, scoring.window, scoring.chunk).clamp(min=0)
-    begin = int(earliest[0])
-    key_position = torch.arange(begin, end, device=device)
-    visible = (key_position <= position.to(device)) & (key_position >= earliest.to(device))
-    keys, values = (_part(buffer, 2, begin, end - begin) for buffer in (keys, values))
-    return _attend(query, keys, values, additive_mask(visible, query.dtype), scoring)
+    begin, mask = segment.block_mask(first, scoring.window, query, scoring.chunk)
+    keys, values = (_part(buffer, 2, begin, mask.shape[1]) for buffer in (keys, values))
+    return _attend(query, keys, values, mask, scoring)
 
 
 def _of_slots(buffer: Tensor, slots: slice | Tensor) -> Tensor:

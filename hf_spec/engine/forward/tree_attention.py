@@ -119,14 +119,11 @@ def attend_stored(
     return _attend(step, kernel, query, (keys, values), scoring)
 
 
-def select_kernel(
-    step: PackedStep, query: Tensor, values: Tensor, scoring: Scoring | None = None
-) -> str | None:
+def select_kernel(step: PackedStep, query: Tensor, values: Tensor, scoring: Scoring) -> str | None:
     """Return the kernel implementation that runs a step, or None for SDPA on its segments.
 
     SDPA runs prompts faster, unless it would have to compute all scores one by one.
     """
-    scoring = scoring or Scoring()
     plain = scoring.softcap is None and scoring.sinks is None
     if step.has_prompt and plain and query.shape[-1] == values.shape[-1]:
         return None

@@ -402,7 +402,7 @@ def adaptive(target: Any) -> AdaptiveTokens:
 @pytest.mark.by_default(name=("llama",))
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox"])
 def test_the_lora_of_adaptive_tokens_is_compiled(name: str, runs: list[Any]) -> None:
-    """It is installed when the layers are compiled already; nodes are chosen anew in every step."""
+    """It is installed after the layers were compiled; the chosen nodes differ in every step."""
     target = model(name)
     tokens = adaptive(target)
     steps = [[7], CHAIN, [7, 9, -1, 8], [7, 8], [7, 9, 9, -1]]

@@ -249,7 +249,7 @@ def target_output(prompt: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["CB", "SCB", "threshold", "has_fp16_weights"])
 def test_changes_of_8_bit_layers_are_seen(name: str) -> None:
-    """What bitsandbytes stores in every call is not a change."""
+    """bitsandbytes stores values in every call; they are not a change."""
     bnb = pytest.importorskip("bitsandbytes")
     linear = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu").eval()
     linear.init_8bit_state()

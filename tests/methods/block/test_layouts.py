@@ -98,7 +98,7 @@ def test_equal_names_with_shifted_outputs(tmp_path: Path) -> None:
 
 
 def test_a_mask_instead_of_offsets_and_copies_of_the_target() -> None:
-    """What some versions of speculators store, or leave out."""
+    """Some versions of speculators store these tensors, others leave them out."""
     head = speculators("dflash", None)
     ids = head.tensors["d2t"] + torch.arange(len(head.tensors["d2t"]))
     mask = torch.zeros(VOCAB, dtype=torch.bool)

@@ -65,7 +65,7 @@ def test_wrong_values(wrong: dict[str, Any]) -> None:
 def test_each_mode_has_its_learning_rate(mode: Any) -> None:
     settings = SdsatTrainSettings(mode=mode)
     resolved = settings.resolved_run(SDSAT_RUN)
-    # That of mode full is the paper's.
+    # The rate of mode full is the paper's.
     assert resolved.learning_rate == (5e-5 if mode == "full" else 1e-3)
     assert replace(resolved, learning_rate=None) == SDSAT_RUN
     chosen = replace(SDSAT_RUN, learning_rate=3e-4)
