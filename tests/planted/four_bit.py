@@ -166,8 +166,8 @@ MUTANTS = (
         "a 4-bit weight is read before bitsandbytes rearranged it",
         area="packed weights",
         file="hf_spec/backend/cpu/four_bit.py",
-        old="elif not layer.support_avx512bf16_for_cpu:",
-        new="else:",
+        old="elif not layer.support_avx512bf16_for_cpu and",
+        new="elif",
         tests=(
             "tests/backend/cpu/test_four_bit.py"
             "::test_a_weight_is_left_to_bitsandbytes_until_it_is_rearranged",

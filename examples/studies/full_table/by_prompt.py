@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+import hf_spec
 from examples.studies import timing
 from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.contenders import Contender, plain, strategy
@@ -140,11 +141,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-task", type=int, default=2, help="prompts of each of six tasks")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="compile the decoder layers first")
     parser.add_argument("--minutes", type=float, default=inf, help="begin no prompt after so many")
 
 
 def ours(model: Any, options: argparse.Namespace) -> list[Contender]:
     """Plain `generate()` and the strategies that are asked for."""
+    if options.compile:
+        print(hf_spec.compile(model))
     return [plain(model)] + [
         strategy(model, entry.config, entry.assistant, entry.short_name)
         for entry in parse_entries(options.strategy, options.assistant)
@@ -162,6 +166,7 @@ def run(options: argparse.Namespace, subject: Subject, facts: Mapping[str, Any])
         "repeats": options.repeats,
         "strategies": options.strategy,
         "assistants": options.assistant,
+        "compile": options.compile,
         **facts,
     }
     records = [Timed(**record) for record in timing.gone_on(options.out, settings)]

@@ -4,7 +4,8 @@ No memory is added, and changes of a weight need no detection. bitsandbytes has 
 
     interleaved  on processors with AVX512-BF16, after the first call of a layer. Scales are rounded
                  to bfloat16. Results of the kernel have the bits of bitsandbytes 0.50, except
-                 with AMX, where sums in float32 are in another order.
+                 with AMX, where sums in float32 are in another order. The kernel is faster at any
+                 number of rows, so it runs prompts, too.
     row-major    on other processors. bitsandbytes dequantizes the whole weight in every call. The
                  kernel multiplies by the same dequantized values, in another order.
 """
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
-# Longer inputs are prompts, which bitsandbytes runs.
+# Longer inputs are prompts, for which bitsandbytes dequantizes a row-major weight once.
 MAX_ROWS = 64
 # PEFT has classes of the same names, which add to the result.
 MODULE = "bitsandbytes.nn.modules"
@@ -75,7 +76,7 @@ def four_bit_forward(layer: Any, states: Tensor) -> Tensor | None:
         quantization is None
         or not layer.compute_type_is_set
         or layer.training
-        or not 0 < states.numel() <= MAX_ROWS * states.shape[-1]
+        or not states.numel()
     ):
         return None
     compute = layer.compute_dtype or states.dtype
@@ -83,7 +84,7 @@ def four_bit_forward(layer: Any, states: Tensor) -> Tensor | None:
     results = None
     if getattr(quantization, "packing_format_for_cpu", False):
         results = _interleaved(layer.weight, rounded)
-    elif not layer.support_avx512bf16_for_cpu:
+    elif not layer.support_avx512bf16_for_cpu and states.numel() <= MAX_ROWS * states.shape[-1]:
         results = _row_major(layer.weight, rounded)
     if results is None:
         return None
@@ -101,7 +102,7 @@ def four_bit_weight(layer: Any, states: torch.dtype, rows: int) -> FourBitWeight
         or not layer.compute_type_is_set
         or not states == compute == torch.bfloat16
         or (layer.bias is not None and layer.bias.dtype != compute)
-        or not 0 < rows <= MAX_ROWS
+        or rows == 0
     ):
         return None
     return _interleaved_weight(layer.weight, layer.in_features)

@@ -9,7 +9,7 @@ weights that were packed once (see `packed_gemm`) the GEMM takes a half to a thi
     packed weight, padded      1 to 3     as packed; where four rows are faster than one
     (weight @ x.T).T           4 to 48    none; float32 only
     F.linear                   others     none
-    4-bit layer in place       1 to 64    none (see `four_bit`)
+    4-bit layer in place       any        none (see `four_bit`)
     8-bit layer in place       1 to 64    none (see `eight_bit`)
     output head, best only     few        a copy in 8 bits (see `screened_weight`)
 
