@@ -625,8 +625,8 @@ MUTANTS = (
         "a repeated step is not counted",
         area="KV cache",
         file="hf_spec/engine/forward/kv_pool.py",
-        old="        self.retries += 1\n        if self.when_full",
-        new="        if self.when_full",
+        old="        self.retries += 1\n        for call",
+        new="        for call",
         tests=("tests/engine/fast/test_cuda_graphs.py::TestOutOfMemory::test_a_step",),
     ),
     Mutant(

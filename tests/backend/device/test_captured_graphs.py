@@ -13,7 +13,14 @@ from packaging import version
 from torch import Tensor
 from transformers import MaxLengthCriteria
 
-from hf_spec import BlockConfig, DraftConfig, EagleConfig, HeadsConfig, MtpConfig
+from hf_spec import (
+    BlockConfig,
+    DraftConfig,
+    EagleConfig,
+    GemmaAssistantConfig,
+    HeadsConfig,
+    MtpConfig,
+)
 from hf_spec.adapters.published import read_published
 from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.capture import cuda_graphs
@@ -39,6 +46,7 @@ from tests import mtp_reference, tiny_models
 from tests.fake_gpu import OnGpu, on_gpu, pretended, recording
 from tests.falcon_reference import random_head
 from tests.feature_reference import deepspec, dflash, dflash2, medusa, speculator
+from tests.gemma_reference import random_assistant
 from tests.generation.test_own_prefill import longrope
 from tests.published_heads import sample
 
@@ -94,6 +102,13 @@ def by_lists(head: Any, target: Any) -> Drafter:
     return make_drafter(HeadsConfig(tree=tree, length_policy="static"), target, head)
 
 
+def by_assistant(head: Any, target: Any) -> Drafter:
+    config = GemmaAssistantConfig(
+        max_draft_tokens=3, tree="dynamic", width=2, max_nodes=6, length_policy="static"
+    )
+    return make_drafter(config, target, head)
+
+
 def by_rank_tree(head: Any, target: Any) -> Drafter:
     return FalconDrafter(head, RankTree.of([[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]))
 
@@ -107,6 +122,7 @@ FAMILIES = {
     "eagle": Family(eagle("eagle3"), by_pairs),
     "eagle, last state": Family(eagle("eagle"), by_pairs),
     "eagle, before the norm": Family(eagle("eagle3", 3, 1, 0), by_pairs),
+    "gemma assistant": Family(lambda: random_assistant("llama"), by_assistant),
     "p-eagle": Family(eagle("peagle"), by_pairs),
     "mtp": Family(lambda: mtp_reference.sample("llama", "index").head, by_modules),
     "dflash": Family(lambda: build_block(dflash(), llama()), by_blocks),
