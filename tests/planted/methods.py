@@ -553,4 +553,12 @@ MUTANTS = (
         new="states[: len(parents)]",
         tests=("tests/methods/gemma_assistant/test_runner.py",),
     ),
+    Mutant(
+        "the reason against graphs names the whole model and not the layer",
+        area="CUDA graphs",
+        file="hf_spec/engine/fast/cuda_graphs.py",
+        old="for frame in reversed(frames)",
+        new="for frame in frames",
+        tests=("tests/backend/device/test_captured_graphs.py::test_experts",),
+    ),
 )

@@ -13,6 +13,7 @@ the device. A step runs in the smallest captured shape that holds it.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -268,7 +269,7 @@ class StepGraphs:
                 with NoWaits(self._device):
                     return compute(shape.inputs, shape.step(self._pool))
             except WaitError as error:
-                self._refuse(str(error))
+                self._refuse(_wait_reason(error))
         return compute(shape.inputs, shape.step(self._pool))
 
     def _record(self, compute: Compute, shape: Shape) -> None:
@@ -339,6 +340,19 @@ class ReadingGraphs(StepGraphs):
 def is_of_transformers(hook: Callable[..., Any]) -> bool:
     """Return True for hooks that transformers registers."""
     return getattr(hook, "__module__", "").partition(".")[0] == "transformers"
+
+
+def _wait_reason(error: WaitError) -> str:
+    """Return what waits, and in which layer, the innermost one that was running."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    running = [frame.f_locals.get("self") for frame in reversed(frames)]
+    layer: Any = next((part for part in running if isinstance(part, nn.Module)), None)
+    if layer is None:
+        return str(error)
+    reason = f"{error}, in {type(layer).__name__}"
+    if getattr(getattr(layer, "config", None), "_experts_implementation", None) == "eager":
+        reason += "; load the model with experts_implementation='batched_mm' or 'grouped_mm'"
+    return reason
 
 
 @cache
