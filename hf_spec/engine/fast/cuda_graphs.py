@@ -330,8 +330,8 @@ class ReadingGraphs(StepGraphs):
         self._restore(0)
 
     def _stored_key(self) -> object:
-        states = [graph_store.state_of(module) for module in self._reads]
-        return self._key, self._pool.generation, states
+        # A target that has changed, these modules among it, gets a new pool.
+        return self._key, self._pool.generation
 
     def _release_buffers(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         return {}, {}

@@ -77,7 +77,7 @@ class Inputs:
 
     @property
     def hosted(self) -> list[Tensor]:
-        """Those of `tensors` that are on the host."""
+        """The `tensors` that are on the host."""
         return [tensor for tensor in self.tensors if tensor.device.type == "cpu"]
 
 
