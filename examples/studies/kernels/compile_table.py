@@ -32,6 +32,10 @@ NODES = (1, 4, 8, 16, 64)
 PROMPT = 2048
 CONTEXTS = (512, 8192)
 SHOWN_NODES = (4, 16, PROMPT)
+# Tiles that are compared: rows, which are nodes times the query heads of a key head; and warps.
+TILES = ((16, 4), (32, 4), (64, 4), (64, 8))
+TILE_HEADS = (64, 128, 256)
+TILE_GPU = "sm_90"
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,21 @@ def attention_rows(name: str, gpu: Gpu, nodes: Sequence[int]) -> Iterator[Row]:
                     yield _row(name, layers.name, count, context, compiled)
 
 
+def tile_rows() -> Iterator[Row]:
+    """Compile attention of 16 nodes in tiles of other sizes, 32 keys wide, with two stages."""
+    gpu = GPUS[TILE_GPU]
+    processors = mock.patch.object(attention, "num_processors", return_value=gpu.processors)
+    for layers in (next(one for one in LAYERS if one.head == head) for head in TILE_HEADS):
+        query = zeros(16, layers.heads, layers.head, dtype=torch.bfloat16)
+        keys = zeros(1, layers.kv_heads, 1, layers.head, dtype=torch.bfloat16)
+        for rows, warps in TILES:
+            sizes = {"BLOCK_M": rows, "BLOCK_N": 32, "num_warps": warps, "num_stages": 2}
+            tile = mock.patch.object(attention, "config", return_value={**sizes, "min_split": 64})
+            with compiling(gpu.target) as launches, processors, tile:
+                attend(query, keys, Scoring(), 512)
+            yield _row(TILE_GPU, f"head {layers.head}, {rows} rows", 16, 512, launches[0])
+
+
 def other_rows(name: str, gpu: Gpu, nodes: int = 16) -> Iterator[Row]:
     """Compile what else a round launches: writing, moving, verification, draft features."""
     dtype = torch.bfloat16
@@ -138,7 +157,7 @@ def other_rows(name: str, gpu: Gpu, nodes: int = 16) -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: registers / spilled bytes / KiB of shared memory / blocks, and programs."""
+    """Markdown: registers / spilled bytes / KiB of shared memory / blocks / matmul: programs."""
     names = sorted({row.gpu for row in rows}, key=list(GPUS).index)
     lines = []
     for layers in LAYERS:
@@ -155,6 +174,12 @@ def table(rows: Sequence[Row]) -> str:
     return Table(["layers", "nodes", *names], lines).markdown()
 
 
+def tile_table(rows: Sequence[Row]) -> str:
+    """Markdown: what a tile needs, in the same order."""
+    lines = [[row.shape, str(row.compiled.warps), _needs(row)] for row in rows]
+    return Table(["tile", "warps", TILE_GPU], lines).markdown()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; prints the table and writes every launch as JSON."""
     parser = argparse.ArgumentParser(
@@ -169,9 +194,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         gpu = GPUS[name]
         rows += attention_rows(name, gpu, options.nodes or (*NODES, PROMPT))
         rows += [] if options.nodes else other_rows(name, gpu)
-    print(table(rows))
+    tiles = [] if options.nodes or TILE_GPU not in (options.gpu or GPUS) else list(tile_rows())
+    print(table(rows), tile_table(tiles), sep="\n\n")
     if options.out:
-        write_json(options.out, {"versions": _versions(), "rows": [asdict(row) for row in rows]})
+        record = {"rows": [asdict(row) for row in rows], "tiles": [asdict(row) for row in tiles]}
+        write_json(options.out, {"versions": _versions(), **record})
 
 
 def _row(name: str, shape: str, nodes: int, context: int, compiled: Compiled) -> Row:
@@ -182,12 +209,16 @@ def _cell(rows: Sequence[Row]) -> str:
     """Return the resources of the launches, which differ by context in their grid only."""
     parts = []
     for row in rows:
-        needs = row.compiled
-        programs = needs.grid[0] * needs.grid[1] * needs.grid[2]
-        fixed = (needs.registers, needs.spilled, needs.shared >> 10, row.blocks_per_processor)
-        parts.append((" / ".join(map(str, fixed)), programs))
+        grid = row.compiled.grid
+        parts.append((_needs(row), grid[0] * grid[1] * grid[2]))
     texts = dict.fromkeys(text for text, _ in parts)
     return "; ".join(texts) + ": " + ", ".join(str(programs) for _, programs in parts)
+
+
+def _needs(row: Row) -> str:
+    needs = row.compiled
+    resources = (needs.registers, needs.spilled, needs.shared >> 10, row.blocks_per_processor)
+    return " / ".join(map(str, (*resources, needs.matmul)))
 
 
 def _versions() -> dict[str, Any]:

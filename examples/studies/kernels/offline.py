@@ -70,7 +70,8 @@ class Compiled:
         shared: bytes of shared memory.
         widest: bytes of the widest load from global memory; 0 if unknown.
         tf32: True if float32 inputs of a matmul are rounded.
-        matmul: instruction of the matmuls, `wgmma`, `tcgen05` or `mma`; empty if there are none.
+        matmul: instruction of the matmuls, `wgmma`, `tcgen05` or `mma`; several are joined by
+            "+"; empty if there are none.
     """
 
     kernel: str
@@ -151,14 +152,14 @@ def _of_nvidia(asm: Any) -> dict[str, Any]:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     ptx = asm["ptx"]
     loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
-    matmuls = (name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in ptx)
+    matmuls = [name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in ptx]
     return {
         "registers": max(map(int, re.findall(r"REG:(\d+)", usage))),
         # No kernel has arrays per thread: what is on the stack was spilled.
         "spilled": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
         "widest": max((int(many or 1) * int(bits) // 8 for many, bits in loads), default=0),
         "tf32": "tf32" in ptx,
-        "matmul": next(matmuls, "").partition(".")[0],
+        "matmul": "+".join(name.partition(".")[0] for name in matmuls),
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -26,10 +25,13 @@ refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 @dataclass
 class StoredGraphs:
-    """CUDA graphs by shape, their CUDA memory pool, and the KV pool that they write to."""
+    """CUDA graphs by shape, their CUDA memory pool, and the KV pool that they write to.
+
+    Graphs that only read the KV pool of another model are stored without buffers.
+    """
 
     # Settings of the call that recorded them, such as the batch size.
-    key: Hashable
+    key: object
     # `state_of` the model during the recording.
     state: object
     # Tokens per slot of the KV pool, and its keys and values by layer.
@@ -37,9 +39,11 @@ class StoredGraphs:
     buffers: tuple[dict[int, Tensor], dict[int, Tensor]]
     recorded: Any
     memory: Any
+    # `KVPool.generation` of the buffers.
+    generation: int = -1
 
 
-def pop(model: nn.Module, key: Hashable, length: int) -> StoredGraphs | None:
+def pop(model: nn.Module, key: object, length: int) -> StoredGraphs | None:
     """Remove and return the graphs stored for `model`; free them and return None on a mismatch.
 
     They match a call with the same key that needs at most `length` tokens per slot, on a model that

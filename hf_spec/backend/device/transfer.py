@@ -45,6 +45,14 @@ class PinnedBuffer:
         staged.fill(tensors)
         self._memory.copy_(staged._memory, non_blocking=pinned)
 
+    def copy(self, staged: PinnedBuffer) -> None:
+        """Copy a buffer on the host with the same tensors, which may be changed afterwards."""
+        memory = staged._memory
+        pinned = self._memory.device.type in ASYNCHRONOUS
+        if pinned:
+            memory = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True).copy_(memory)
+        self._memory.copy_(memory, non_blocking=pinned)
+
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copy host tensors to a device asynchronously, in one transfer."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.backend.device import transfer
 from hf_spec.backend.device.clock import Stopwatch, clock_of
 from hf_spec.common.outputs import SpecGenerateOutput
 from hf_spec.engine.decode.row_tokens import RowTokens
@@ -69,6 +70,7 @@ class GenerationState(RowTokens):
         # Per row: the number of streamed tokens, and whether its end was streamed.
         self._streamed = [0] * self.num_rows
         self._stream_ended = [False] * self.num_rows
+        self._stream_waits = False
         self._stopwatch = Stopwatch(clock_of(self.device))
         self._started = time.perf_counter()
 
@@ -131,6 +133,11 @@ class GenerationState(RowTokens):
         self._truncate_at_stops()
         self._release_certain_tokens()
         self.stats.count_round([max(0, self.generated[row] - n) for row, n in before.items()])
+
+    def stream_waiting(self) -> None:
+        """Stream the tokens of the last round, if they were left for the time of a forward pass."""
+        if self._stream_waits:
+            self._stream_all()
 
     def missing_scores(self) -> dict[int, range]:
         """Return per ended row the positions of padding whose scores the criteria wait for.
@@ -247,13 +254,25 @@ class GenerationState(RowTokens):
 
     def _release_certain_tokens(self) -> None:
         """Evaluate the batch criteria, then stream all tokens that stay."""
+        self._stream_waits = False
         try:
             self._evaluate_criteria()
+            self._stream_waits = self._can_stream_later()
         finally:
             # A criterion may raise: tokens before that step are streamed, as in plain generate().
-            if self.streamer is not None:
-                for row, length in enumerate(self._certain_lengths()):
-                    self._stream(row, length)
+            if not self._stream_waits:
+                self._stream_all()
+
+    def _can_stream_later(self) -> bool:
+        """Return True if the device can run the next forward pass meanwhile, and no row ends."""
+        ended = [f and not e for f, e in zip(self.finished, self._stream_ended, strict=True)]
+        return self.device.type in transfer.ASYNCHRONOUS and not any(ended) and not self.errors
+
+    def _stream_all(self) -> None:
+        self._stream_waits = False
+        if self.streamer is not None:
+            for row, length in enumerate(self._certain_lengths()):
+                self._stream(row, length)
 
     def _certain_lengths(self) -> list[int]:
         """Return per row how many generated tokens no criterion can remove any more."""

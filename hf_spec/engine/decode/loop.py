@@ -28,10 +28,14 @@ def speculative_step(
     target: ModelRunner, drafter: Drafter, verifier: Verifier, state: GenerationState
 ) -> None:
     """Draft for every unfinished row and verify all drafts in one forward pass of the target."""
-    with state.clock("draft"):
-        tree = drafter.draft(state, state.draft_limits)
-    with state.clock("verify"):
-        output = target.forward(tree, state.tokens, best_only=verifier.reads_best_only(state))
+    try:
+        with state.clock("draft"):
+            tree = drafter.draft(state, state.draft_limits)
+        with state.clock("verify"):
+            output = target.forward(tree, state.tokens, best_only=verifier.reads_best_only(state))
+    finally:
+        # A GPU runs the forward pass meanwhile.
+        state.stream_waiting()
     finish_step(target, drafter, verifier, state, tree, output)
 
 

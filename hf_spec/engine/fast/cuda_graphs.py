@@ -13,6 +13,7 @@ the device. A step runs in the smallest captured shape that holds it.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -48,18 +49,23 @@ WARM_UPS = 2
 OUT_OF_MEMORY = "the device ran out of memory in this call"
 
 
-def obstacle(model: nn.Module) -> str | None:
-    """Return why steps of `model` cannot be captured, or None; capturing may still fail."""
+def obstacle(model: nn.Module, reads: Sequence[nn.Module] = ()) -> str | None:
+    """Return why steps of `model` cannot be captured, or None; capturing may still fail.
+
+    The steps also run the modules `reads`, which belong to another model.
+    """
     if switch.mode == "off":
         return "set_cuda_graphs('off')"
     if mixers_of(model):
         return "its recurrent layers run row by row"
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for part in (model, *reads) for parameter in part.parameters()}
     if len(devices) > 1:
         return "its weights are on " + ", ".join(sorted(map(str, devices)))
-    for name, module in model.named_modules():
-        if (reason := _module_obstacle(module)) is not None:
-            return f"{name or 'the model'} {reason}"
+    for part in (model, *reads):
+        for name, module in part.named_modules():
+            if (reason := _module_obstacle(module)) is not None:
+                what = "the model" if part is model else f"the target's {type(part).__name__}"
+                return f"{name or what} {reason}"
     if any(device.type not in DEVICES for device in devices):
         return f"it is on {devices.pop()}"
     return None
@@ -113,7 +119,7 @@ class StepGraphs:
         self._pool = pool
         self._device = device
         self._kernels = serves(torch.empty(0, dtype=model.dtype, device=device))
-        self.refusal = obstacle(model)
+        self.refusal = self._obstacle()
         if self.refusal is None and not self._kernels:
             self.refusal = "the kernels do not support it"
         if self.refusal is not None:
@@ -128,7 +134,8 @@ class StepGraphs:
         self._warm: dict[Bucket, Shape] = {}
         self._key = None if self.refusal or cache_key is None else (device, cache_key)
         self._state: object = None
-        pool.before_resize, pool.when_full = self.clear, self._stop
+        pool.before_resize.append(self.clear)
+        pool.when_full.append(self._stop)
         if self.refusal is None:
             self._begin(length + DRAFT_ROOM if length else 0)
 
@@ -185,26 +192,47 @@ class StepGraphs:
     def close(self) -> None:
         """End the call; store graphs and pool for later calls on the same model."""
         pool = self._pool
-        pool.before_resize = pool.when_full = None
+        pool.before_resize.remove(self.clear)
+        pool.when_full.remove(self._stop)
         small = pool.capacity * pool.num_slots <= MAX_STORED_TOKENS
         if self._key is not None and self._recorded and small:
-            buffers, recorded = (pool.keys, pool.values), (self._recorded, self._memory)
-            graphs = StoredGraphs(self._key, self._state, pool.capacity, buffers, *recorded)
+            key, place = self._stored_key(), (pool.capacity, self._release_buffers())
+            recorded = self._recorded, self._memory
+            graphs = StoredGraphs(key, self._state, *place, *recorded, pool.generation)
             graph_store.put(self._owner, graphs)
-            pool.keys, pool.values, self._recorded = {}, {}, {}
+            self._recorded = {}
         self.clear()
+
+    def _obstacle(self) -> str | None:
+        return obstacle(self._model)
 
     def _begin(self, length: int) -> None:
         pool = self._pool
-        if self._key is not None and not pool.keys:
+        if not pool.keys:
             first = min(length, MAX_RESERVED // pool.num_slots)
-            if graphs := graph_store.pop(self._owner, self._key, first):
-                pool.capacity, (pool.keys, pool.values) = graphs.capacity, graphs.buffers
-                self._recorded, self._memory = graphs.recorded, graphs.memory
-                self._state = graphs.state
-                for buffer in (*pool.keys.values(), *pool.values.values()):
-                    buffer.zero_()
+            if (graphs := self._restore(first)) is not None:
+                pool.adopt(graphs.buffers, graphs.capacity, graphs.generation)
         pool.expect(length)
+
+    def _restore(self, length: int) -> StoredGraphs | None:
+        """Use and return the stored graphs of a pool for `length` tokens, if there are any."""
+        if self._key is None:
+            return None
+        graphs = graph_store.pop(self._owner, self._stored_key(), length)
+        if graphs is not None:
+            self._recorded, self._memory = graphs.recorded, graphs.memory
+            self._state = graphs.state
+        return graphs
+
+    def _stored_key(self) -> object:
+        """Return the key of stored graphs."""
+        return self._key
+
+    def _release_buffers(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Return the buffers of the pool, to be stored, and leave it without any."""
+        pool = self._pool
+        buffers, (pool.keys, pool.values) = (pool.keys, pool.values), ({}, {})
+        return buffers
 
     def _stop(self) -> None:
         if self.refusal is None:
@@ -241,7 +269,7 @@ class StepGraphs:
                 with NoWaits(self._device):
                     return compute(shape.inputs, shape.step(self._pool))
             except WaitError as error:
-                self._refuse(str(error))
+                self._refuse(_wait_reason(error))
         return compute(shape.inputs, shape.step(self._pool))
 
     def _record(self, compute: Compute, shape: Shape) -> None:
@@ -274,9 +302,57 @@ class StepGraphs:
         _log_once(type(self._model).__name__, reason, logging.WARNING)
 
 
+class ReadingGraphs(StepGraphs):
+    """`StepGraphs` of steps that only read the KV pool of another model, which has run.
+
+    They also run the modules `reads` of that model. Stored graphs are used by calls in which the
+    pool has the same buffers.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        pool: KVPool,
+        device: torch.device,
+        reads: Sequence[nn.Module],
+        cache_key: Hashable = None,
+    ):
+        self._reads = reads
+        super().__init__(model, pool, device, cache_key)
+
+    def _obstacle(self) -> str | None:
+        reason = obstacle(self._model, self._reads)
+        if reason is None and self._pool.devices() - {self._device}:
+            return "keys and values of the target are on other devices"
+        return reason
+
+    def _begin(self, length: int) -> None:
+        self._restore(0)
+
+    def _stored_key(self) -> object:
+        # A target that has changed, these modules among it, gets a new pool.
+        return self._key, self._pool.generation
+
+    def _release_buffers(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        return {}, {}
+
+
 def is_of_transformers(hook: Callable[..., Any]) -> bool:
     """Return True for hooks that transformers registers."""
     return getattr(hook, "__module__", "").partition(".")[0] == "transformers"
+
+
+def _wait_reason(error: WaitError) -> str:
+    """Return what waits, and in which layer, the innermost one that was running."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    running = [frame.f_locals.get("self") for frame in reversed(frames)]
+    layer: Any = next((part for part in running if isinstance(part, nn.Module)), None)
+    if layer is None:
+        return str(error)
+    reason = f"{error}, in {type(layer).__name__}"
+    if getattr(getattr(layer, "config", None), "_experts_implementation", None) == "eager":
+        reason += "; load the model with experts_implementation='batched_mm' or 'grouped_mm'"
+    return reason
 
 
 @cache

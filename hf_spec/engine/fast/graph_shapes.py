@@ -6,16 +6,23 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from hf_spec_kernels import RaggedLayout
 from torch import Tensor
-from torch.nn import functional as F
 
 from hf_spec.backend.device.capture import recording
 from hf_spec.backend.device.transfer import PinnedBuffer
-from hf_spec.engine.forward.kernel_layout import Sizes, padded, round_up, tensors_of, with_tensors
+from hf_spec.engine.forward.kernel_layout import (
+    Sizes,
+    padded,
+    round_up,
+    tensors_of,
+    with_tensors,
+    write_padded,
+)
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.step import PackedStep
 
@@ -58,21 +65,20 @@ class Inputs:
     places: Tensor
     sees: Tensor | None = None
 
-    @property
-    def kinds(self) -> list[tuple[object, ...]]:
+    @cached_property
+    def kinds(self) -> tuple[tuple[object, ...], ...]:
         """Key of the computation and of the tensors, their numbers of rows excluded."""
-        return [(_variant.key,), *((t.device, t.dtype, t.shape[1:]) for t in self.tensors)]
+        return ((_variant.key,), *((t.device, t.dtype, t.shape[1:]) for t in self.tensors))
 
-    def hosted(self, bucket: Bucket, capacity: int) -> list[Tensor]:
-        """Return all host tensors, padded: those of `tensors`, the slot mapping, the layout."""
-        tensors = [
-            torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
-            for tensor, rows in zip(self.tensors, bucket.rows, strict=True)
-            if tensor.device.type == "cpu"
-        ]
-        added = bucket.sizes.tokens - self.places.shape[1]
-        layout = padded(self.layout, bucket.sizes, capacity)
-        return [*tensors, F.pad(self.places, (0, added), value=-1), *tensors_of(layout)]
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Number of rows of each tensor."""
+        return tuple(map(len, self.tensors))
+
+    @property
+    def hosted(self) -> list[Tensor]:
+        """The `tensors` that are on the host."""
+        return [tensor for tensor in self.tensors if tensor.device.type == "cpu"]
 
 
 class Bucket(NamedTuple):
@@ -85,17 +91,15 @@ class Bucket(NamedTuple):
     @classmethod
     def of(cls, inputs: Inputs) -> Bucket:
         """Return the bucket of a step."""
-        rows = tuple(round_up(len(tensor)) for tensor in inputs.tensors)
-        return cls(Sizes.of(inputs.layout), rows, tuple(inputs.kinds))
+        return cls(Sizes.of(inputs.layout), tuple(map(round_up, inputs.rows)), inputs.kinds)
 
     def holds(self, inputs: Inputs) -> bool:
         """Return True if a step fits, without much more work."""
-        least = tuple(len(tensor) for tensor in inputs.tensors)
         return (
-            self.kinds == tuple(inputs.kinds)
-            and self.sizes.tokens <= MAX_GROWTH * round_up(least[0])
+            self.kinds == inputs.kinds
+            and all(rows >= needed for rows, needed in zip(self.rows, inputs.rows, strict=True))
+            and self.sizes.tokens <= MAX_GROWTH * round_up(inputs.rows[0])
             and self.sizes.hold(inputs.layout)
-            and all(rows >= needed for rows, needed in zip(self.rows, least, strict=True))
         )
 
 
@@ -108,20 +112,35 @@ class Shape:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: list[Tensor] = []
         self._device = device
-        self._capacity = capacity
-        self._buffer = PinnedBuffer(inputs.hosted(bucket, capacity), device)
+        kinds = [(rows, t) for rows, t in zip(bucket.rows, inputs.tensors, strict=True)]
+        wide = padded(inputs.layout, bucket.sizes, capacity)
+        hosted = [t.new_zeros(rows, *t.shape[1:]) for rows, t in kinds if t.device.type == "cpu"]
+        places = inputs.places.new_zeros(2, bucket.sizes.tokens)
+        like = [*hosted, places, *tensors_of(wide)]
+        self._buffer = PinnedBuffer(like, device)
+        # Steps are assembled here: slices of arrays are several times as fast as those of tensors.
+        self._staged = PinnedBuffer(like, torch.device("cpu"))
+        self._arrays = [tensor.numpy() for tensor in self._staged.tensors]
         fixed = iter(self._buffer.tensors)
         self.inputs = [
             next(fixed) if t.device.type == "cpu" else t.new_zeros(rows, *t.shape[1:])
-            for t, rows in zip(inputs.tensors, bucket.rows, strict=True)
+            for rows, t in kinds
         ]
         self._places = next(fixed)
-        wide = padded(inputs.layout, bucket.sizes, capacity)
         self._layout = with_tensors(wide, list(fixed))
 
     def fill(self, inputs: Inputs) -> None:
-        """Copy the inputs of a step to the fixed addresses."""
-        self._buffer.fill(inputs.hosted(self.bucket, self._capacity))
+        """Copy the inputs of a step to the fixed addresses, those on the host in one transfer."""
+        hosted = inputs.hosted
+        for array, tensor in zip(self._arrays, hosted, strict=False):
+            array[: len(tensor)] = tensor.numpy()
+            array[len(tensor) :] = 0
+        places, *layout = self._arrays[len(hosted) :]
+        count = inputs.places.shape[1]
+        places[:, :count] = inputs.places.numpy()
+        places[:, count:] = -1
+        write_padded(inputs.layout, layout, self.bucket.sizes.tokens)
+        self._buffer.copy(self._staged)
         for buffer, tensor in zip(self.inputs, inputs.tensors, strict=True):
             if tensor.device.type != "cpu":
                 buffer[: len(tensor)] = tensor

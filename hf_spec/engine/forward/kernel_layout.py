@@ -151,6 +151,22 @@ def padded(layout: RaggedLayout, sizes: Sizes, capacity: int) -> RaggedLayout:
     )
 
 
+def write_padded(layout: RaggedLayout, arrays: Sequence[np.ndarray], tokens: int) -> None:
+    """Write the tensors of `padded(layout, ...)`, in the order of `TENSORS`, to arrays."""
+    for name, array in zip(TENSORS, arrays, strict=True):
+        source = getattr(layout, name).numpy()
+        count = len(source)
+        if name == "bits":
+            array.fill(0)
+            array[:count, : source.shape[1]] = source
+            continue
+        array[:count] = source
+        if name == "query_start":
+            array[count - 1 :] = tokens
+        else:
+            array[count:] = source[-1] if name == "position" else 0
+
+
 def _most_queries(layout: RaggedLayout, num_tokens: int) -> int:
     """Return the most queries of a segment once the last one is padded to `num_tokens`."""
     starts = layout.query_start

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +39,8 @@ MAX_RESERVED = 2**13
 # Room per slot beyond the tokens needed when memory is short.
 LITTLE_ROOM = 64
 
+_generations = count()
+
 ResultT = TypeVar("ResultT")
 
 REUSABLE_LAYERS = (
@@ -61,6 +63,8 @@ class KVPool:
         capacity: number of tokens per slot that are allocated.
         growths: how often filled buffers were copied to larger ones.
         retries: how often an operation was repeated after the device had run out of memory.
+        generation: number of the current addresses, unique in the process; a layer that is added
+            later does not change it.
         before_resize: called before buffers move to other addresses.
         when_full: called when the device has run out of memory, before stored graphs are freed.
     """
@@ -70,13 +74,26 @@ class KVPool:
         self.growths = self.retries = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self.before_resize: Callable[[], None] | None = None
-        self.when_full: Callable[[], None] | None = None
+        self.generation = next(_generations)
+        self.before_resize: list[Callable[[], None]] = []
+        self.when_full: list[Callable[[], None]] = []
         self._max_ahead = max(MAX_RESERVED // num_slots, 1)
         self.capacity = min(MIN_CAPACITY, self._max_ahead)
         # Tokens per slot: the most reserved so far, and the most that the call may need.
         self._needed = 0
         self._expected = 0
+
+    def adopt(
+        self, buffers: tuple[dict[int, Tensor], dict[int, Tensor]], capacity: int, generation: int
+    ) -> None:
+        """Use the buffers of an earlier pool, emptied, at their addresses."""
+        (self.keys, self.values), self.capacity, self.generation = buffers, capacity, generation
+        for buffer in (*self.keys.values(), *self.values.values()):
+            buffer.zero_()
+
+    def devices(self) -> set[torch.device]:
+        """Return the devices of the buffers."""
+        return {buffer.device for buffer in (*self.keys.values(), *self.values.values())}
 
     def expect(self, length: int) -> None:
         """Set the most tokens of a slot, 0 if unknown; allocate up to `MAX_RESERVED` of them."""
@@ -111,8 +128,8 @@ class KVPool:
             return run()
         # Memory is freed out here: the error being handled refers to the tensors of `run`.
         self.retries += 1
-        if self.when_full is not None:
-            self.when_full()
+        for call in self.when_full:
+            call()
         graph_store.free()
         self.trim()
         return run()
@@ -213,8 +230,9 @@ class KVPool:
 
         An interrupted call leaves the pool usable: buffers are replaced one by one.
         """
-        if self.before_resize is not None:
-            self.before_resize()
+        for call in self.before_resize:
+            call()
+        self.generation = next(_generations)
         copied = min(self.capacity, capacity)
         for buffers in (self.keys, self.values):
             for layer, old in buffers.items():

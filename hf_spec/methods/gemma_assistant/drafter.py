@@ -7,13 +7,10 @@ level of a tree is one pass of any width, and accepted tokens need no further pa
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +24,11 @@ from hf_spec.drafting.level_drafter import BeamConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
-from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.row_storage import RowStorage
-from hf_spec.engine.forward.step import PackedStep
-from hf_spec.engine.forward.vocabulary import fit_logits, num_embeddings
 from hf_spec.methods.gemma_assistant.head import FAMILY, STRATEGY, GemmaAssistant
+from hf_spec.methods.gemma_assistant.runner import AssistantRunner
 from hf_spec.methods.loading import resolve_published
 from hf_spec.methods.registry import register
 
@@ -69,6 +63,7 @@ class GemmaAssistantDrafter(LevelDrafter):
     root.
     """
 
+    _runner: AssistantRunner
     # (M, H) states after the nodes of the last pass.
     _node_states: Tensor
 
@@ -87,14 +82,7 @@ class GemmaAssistantDrafter(LevelDrafter):
     ):
         super().__init__(config, policy)
         self.assistant = assistant
-        self._embedding: Any = target.get_input_embeddings()
-        self._vocab_size = num_embeddings(target)
-        self._forwards = 0
-
-    @property
-    def forwards(self) -> int:
-        """Passes of the assistant so far."""
-        return self._forwards
+        self._target = target
 
     @property
     def timing_key(self) -> Hashable:
@@ -104,16 +92,11 @@ class GemmaAssistantDrafter(LevelDrafter):
     def start(self, state: GenerationState) -> None:
         """Begin without hidden states of any row."""
         super().start(state)
-        self.draft_device = self.assistant.norm.weight.device
-        self._forwards = 0
+        self.draft_device = self.assistant.device
+        cached = state.expected_length > 0
+        self._runner = AssistantRunner(self.assistant, self._target, cached)
         self._storage: RowStorage | None = None
         self._root_states: dict[int, Tensor] = {}
-
-    @contextmanager
-    def active(self, state: GenerationState) -> Iterator[None]:
-        """Run the assistant's linear layers with packed weights."""
-        with super().active(state), install_packed_linears(self.assistant, rounded=True):
-            yield
 
     def restart(self, row: int) -> None:
         """Drop the hidden state of the row, and reset its policy."""
@@ -139,37 +122,13 @@ class GemmaAssistantDrafter(LevelDrafter):
 
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
         """Return the (M, V) distributions of the assistant, from one pass."""
-        tokens, parents = growth.tokens, growth.parents if growth.depth else None
-        if growth.tokens_on_device:
-            tokens, parents = growth.inputs_on(self.draft_device)
-        logits = self._run(growth.owners, tokens, parents)
-        logits = fit_logits(logits.to(state.device, torch.float32), self._vocab_size)
-        return self.processed(state, growth, logits)
-
-    @use_packed_linears(rounded=True)
-    def _run(self, rows: Sequence[int], tokens: Tensor, parents: Tensor | None) -> Tensor:
-        """Return the (M, V) logits after M nodes of `rows`, in ascending order.
-
-        `parents` are the (M,) int64 indices of the nodes' parents in the last pass, None for roots.
-        Tokens and parents may be on the host.
-        """
-        self._forwards += 1
         assert self._storage is not None, "rows draft after the target has run them"
-        segments: list[Segment] = []
-        offsets = []
-        for row, nodes in groupby(rows):
-            start = segments[-1].end if segments else 0
-            segment = self._storage.stored_row(row).query_segment(start, len(list(nodes)))
-            offsets.append(segment.position + self._storage.position_offsets[row])
-            segments.append(segment)
-        step, positions = PackedStep(self._storage.pool, segments), torch.cat(offsets)
-        inputs = [positions, tokens] if parents is None else [positions, tokens, parents]
-        sent = iter(send([t for t in inputs if t.device.type == "cpu"], self.draft_device))
-        positions, tokens, *indices = (next(sent) if t.device.type == "cpu" else t for t in inputs)
-        if parents is None:
-            states = torch.stack([self._root_states[row] for row in rows])
+        if growth.depth:
+            states, parents = self._node_states, growth.parents
         else:
-            states = self._node_states[indices[0]]
-        embedded = self._embedding(tokens).to(self.draft_device)
-        logits, self._node_states = self.assistant(embedded, states, positions, step)
-        return logits
+            states = torch.stack([self._root_states[row] for row in growth.rows])
+            parents = torch.arange(len(growth.rows))
+        logits, self._node_states = self._runner.run(
+            self._storage, growth.owners, growth.tokens, states, parents
+        )
+        return self.processed(state, growth, logits.to(state.device))

@@ -78,6 +78,16 @@ class GemmaAssistant(nn.Module):
         self.register_buffer(ORDERING, None)
         self.num_best_groups = int(config.get("centroid_intermediate_top_k", 32))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights and activations."""
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.norm.weight.device
+
     def forward(
         self, embedded: Tensor, states: Tensor, positions: Tensor, step: PackedStep
     ) -> tuple[Tensor, Tensor]:

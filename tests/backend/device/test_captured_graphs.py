@@ -13,7 +13,14 @@ from packaging import version
 from torch import Tensor
 from transformers import MaxLengthCriteria
 
-from hf_spec import BlockConfig, DraftConfig, EagleConfig, HeadsConfig, MtpConfig
+from hf_spec import (
+    BlockConfig,
+    DraftConfig,
+    EagleConfig,
+    GemmaAssistantConfig,
+    HeadsConfig,
+    MtpConfig,
+)
 from hf_spec.adapters.published import read_published
 from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.capture import cuda_graphs
@@ -39,6 +46,7 @@ from tests import mtp_reference, tiny_models
 from tests.fake_gpu import OnGpu, on_gpu, pretended, recording
 from tests.falcon_reference import random_head
 from tests.feature_reference import deepspec, dflash, dflash2, medusa, speculator
+from tests.gemma_reference import random_assistant
 from tests.generation.test_own_prefill import longrope
 from tests.published_heads import sample
 
@@ -94,6 +102,13 @@ def by_lists(head: Any, target: Any) -> Drafter:
     return make_drafter(HeadsConfig(tree=tree, length_policy="static"), target, head)
 
 
+def by_assistant(head: Any, target: Any) -> Drafter:
+    config = GemmaAssistantConfig(
+        max_draft_tokens=3, tree="dynamic", width=2, max_nodes=6, length_policy="static"
+    )
+    return make_drafter(config, target, head)
+
+
 def by_rank_tree(head: Any, target: Any) -> Drafter:
     return FalconDrafter(head, RankTree.of([[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]))
 
@@ -107,6 +122,7 @@ FAMILIES = {
     "eagle": Family(eagle("eagle3"), by_pairs),
     "eagle, last state": Family(eagle("eagle"), by_pairs),
     "eagle, before the norm": Family(eagle("eagle3", 3, 1, 0), by_pairs),
+    "gemma assistant": Family(lambda: random_assistant("llama"), by_assistant),
     "p-eagle": Family(eagle("peagle"), by_pairs),
     "mtp": Family(lambda: mtp_reference.sample("llama", "index").head, by_modules),
     "dflash": Family(lambda: build_block(dflash(), llama()), by_blocks),
@@ -275,7 +291,7 @@ def compiled(model: Any) -> None:
         layer.forward = torch.compile(layer.forward, backend=never)
 
 
-def in_four_bits(model: Any) -> None:
+def in_four_bits(model: Any, kind: str = "nf4", nested: bool = False) -> None:
     """Replace linear layers by those of bitsandbytes, whose states are on the device."""
     import bitsandbytes as bnb
 
@@ -283,29 +299,67 @@ def in_four_bits(model: Any) -> None:
         if not isinstance(linear, torch.nn.Linear):
             continue
         rows, columns = linear.weight.shape
-        layer = bnb.nn.Linear4bit(columns, rows, bias=False, quant_type="nf4")
+        layer = bnb.nn.Linear4bit(columns, rows, bias=False, quant_type=kind)
         layer.compute_type_is_set = True
-        packed, state = bnb.functional.quantize_4bit(linear.weight.held, quant_type="nf4")
-        for part in ("absmax", "code"):
-            setattr(state, part, OnGpu(getattr(state, part)))
+        packed, state = bnb.functional.quantize_4bit(
+            linear.weight.held, quant_type=kind, compress_statistics=nested
+        )
+        for part in filter(None, (state, state.state2)):
+            moved = {n: OnGpu(t) for n, t in vars(part).items() if isinstance(t, Tensor)}
+            vars(part).update(moved)
         weight: Any = OnGpu(packed)
         weight.quant_state, weight.bnb_quantized = state, True
         layer._parameters["weight"], layer.quant_state = weight, state
         model.model.set_submodule(name, layer)
 
 
-def in_eight_bits(model: Any) -> None:
+def in_nested_four_bits(model: Any) -> None:
+    """Quantize the scales of blocks, too."""
+    in_four_bits(model, "fp4", nested=True)
+
+
+def in_eight_bits(model: Any, block_size: tuple[int, int] | None = (16, 16)) -> None:
     """Replace linear layers by FP8 layers; their kernel is a package of the Hub."""
     from transformers.integrations import finegrained_fp8
 
+    scheme = "static" if block_size is None else "dynamic"
     for name, linear in list(model.model.named_modules()):
         if isinstance(linear, torch.nn.Linear):
             rows, columns = linear.weight.shape
-            layer = finegrained_fp8.FP8Linear(columns, rows, block_size=(16, 16))
+            layer = finegrained_fp8.FP8Linear(columns, rows, block_size, scheme)
             layer._parameters["weight"] = OnGpu(linear.weight.held.to(torch.float8_e4m3fn))
-            scales = torch.ones(-(-rows // 16), -(-columns // 16))
-            layer._parameters["weight_scale_inv"] = OnGpu(scales)
+            parts = () if block_size is None else (-(-rows // 16), -(-columns // 16))
+            layer._parameters["weight_scale_inv"] = OnGpu(torch.ones(parts))
+            if block_size is None:
+                layer._parameters["activation_scale"] = OnGpu(torch.ones(()))
             model.model.set_submodule(name, layer)
+
+
+def in_eight_bits_per_tensor(model: Any) -> None:
+    """Quantize inputs by a scale of the checkpoint, too."""
+    in_eight_bits(model, None)
+
+
+class EightBitWeight(OnGpu):
+    """Computes like float8 weights of torchao, tensor subclasses that linear layers multiply."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        states, weight, *bias = args
+        # Dynamic scales of the inputs: a maximum, without reading it.
+        scale = states.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+        rounded = (states / scale).to(torch.float8_e4m3fn).to(states.dtype) * scale
+        return func(rounded, OnGpu(weight.held.to(states.dtype)), *bias)
+
+
+def in_weights_of_torchao(model: Any) -> None:
+    """Replace the weights of linear layers."""
+    for linear in model.model.modules():
+        if isinstance(linear, torch.nn.Linear):
+            rounded = EightBitWeight(linear.weight.held.to(torch.float8_e4m3fn))  # type: ignore[attr-defined]
+            linear._parameters["weight"] = rounded  # type: ignore[assignment]
 
 
 def dequantized_matmul(states: Tensor, weight: Tensor, *_: Any) -> Tensor:
@@ -313,14 +367,25 @@ def dequantized_matmul(states: Tensor, weight: Tensor, *_: Any) -> Tensor:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("change", [uncompiled, compiled, in_four_bits, in_eight_bits])
+@pytest.mark.parametrize(
+    "change",
+    [
+        uncompiled,
+        compiled,
+        in_four_bits,
+        in_nested_four_bits,
+        in_eight_bits,
+        in_eight_bits_per_tensor,
+        in_weights_of_torchao,
+    ],
+)
 def test_compiled_and_quantized_targets(
     change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are captured, and a replay computes what their forward does."""
-    if change is in_four_bits:
+    if change in (in_four_bits, in_nested_four_bits):
         pytest.importorskip("bitsandbytes")
-    if change is in_eight_bits:
+    if change in (in_eight_bits, in_eight_bits_per_tensor):
         from transformers.integrations import finegrained_fp8
 
         monkeypatch.setattr(finegrained_fp8, "fp8_linear", dequantized_matmul)
@@ -337,3 +402,22 @@ def test_compiled_and_quantized_targets(
     assert first.target[2] is None
     assert again.target[1:] == (0, None)
     assert eager.tokens == first.tokens == again.tokens
+
+
+@pytest.mark.full
+def test_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over experts reads on the host which of them have tokens; the reason names it."""
+    name, calls = "qwen3_moe", {}
+    with pretended(monkeypatch) as gpu, recording(monkeypatch, gpu):
+        for kind in ("eager", "batched_mm"):
+            model = on_gpu(tiny_models.build(name))
+            model.set_experts_implementation(kind)
+            calls[kind] = decode(model, LookupDrafter(LookupConfig()))
+    assert calls["eager"].target == (
+        0,
+        0,
+        "nonzero makes the host wait for the meta, in Qwen3MoeExperts; "
+        "load the model with experts_implementation='batched_mm' or 'grouped_mm'",
+    )
+    assert calls["batched_mm"].target[1:] == (1, None)
+    assert calls["eager"].tokens == calls["batched_mm"].tokens

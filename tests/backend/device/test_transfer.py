@@ -72,6 +72,28 @@ def test_a_block_is_one_transfer_that_nobody_waits_for(monkeypatch: pytest.Monke
     assert all(isinstance(tensor, OnGpu) for tensor in sent)
 
 
+def test_a_block_is_copied_from_another_one_that_may_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one transfer, from pinned memory of its own."""
+    staged = PinnedBuffer(MIXED, torch.device("cpu"))
+    staged.fill(MIXED)
+    with pretended(monkeypatch) as gpu:
+        block = PinnedBuffer(MIXED, DEVICE)
+        pinned: list[Any] = []
+        make = torch.empty
+
+        def empty(*sizes: Any, **options: Any) -> Any:
+            pinned.append(options.get("pin_memory"))
+            return make(*sizes, **options)
+
+        monkeypatch.setattr(torch, "empty", empty)
+        block.copy(staged)
+        assert pinned == [True]
+        assert (gpu.sends, gpu.fetches, gpu.waits) == (1, 0, {})
+        assert [fetch(tensor) for tensor in block.tensors] == [t.tolist() for t in MIXED]
+
+
 def test_several_tensors_come_back_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.tensor([[5, 2**24 - 1], [0, 7]]), torch.rand(2, 1), torch.zeros(0)]
     lists = [tensor.tolist() for tensor in tensors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import MaxLengthCriteria, StoppingCriteria
 from transformers.generation import EosTokenCriteria
 
+from hf_spec.engine.decode import generation_state
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from tests.row_states import EndRowOn, RowRecorder, commit, make_state
@@ -73,6 +75,29 @@ def test_the_streamer_gets_committed_blocks_once_and_in_order() -> None:
     state.finish()
     assert streamer.blocks == [[11, 12], [13], [14, 15]]
     assert streamer.ended == 1
+
+
+def test_a_device_runs_the_next_forward_pass_before_tokens_are_streamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last tokens of a row wait for nothing."""
+    device = SimpleNamespace(ASYNCHRONOUS={"cpu"})
+    monkeypatch.setattr(generation_state, "transfer", device)
+    streamer = RowRecorder()
+    rules = MaxLengthCriteria(20), EosTokenCriteria(12)
+    state = make_state(*rules, streamer=streamer)
+    commit(state, [11], [16])
+    assert streamer.rows == {}
+    state.stream_waiting()
+    assert streamer.rows == {0: [11], 1: [16]}
+    state.stream_waiting()
+    commit(state, [12], [17])
+    assert streamer.rows == {0: [11, 12], 1: [16, 17]}
+    assert streamer.ended == [0]
+    commit(state, [], [18])
+    assert streamer.rows[1] == [16, 17]
+    state.stream_waiting()
+    assert streamer.rows[1] == [16, 17, 18]
 
 
 def test_a_batch_streamer_hears_of_every_row_and_of_its_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from transformers.generation import EosTokenCriteria
 
 from hf_spec import TreeConfig
 from hf_spec.common.compat import output_cache
+from hf_spec.engine.decode import generation_state
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.loop import speculative_decode
+from hf_spec.engine.decode.loop import speculative_decode, speculative_step
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
@@ -53,6 +55,34 @@ def test_the_length_is_exact(strategy: str, new_tokens: int) -> None:
     if new_tokens == 1:
         assert output.spec_stats.drafted_tokens == 0, "the only token is the target's own"
         assert output.spec_stats.draft_forwards == 0
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_tokens_are_streamed_during_the_next_forward_pass(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that works by itself; an error in a draft keeps none of them back."""
+    kinds = {"cpu"} if waits else {"cuda"}
+    monkeypatch.setattr(generation_state, "transfer", SimpleNamespace(ASYNCHRONOUS=kinds))
+    prompt = tiny_models.settled_prompt("llama")
+    stop = StopRules([MaxLengthCriteria(prompt.shape[1] + 8)], 1)
+    blocks: list[tuple[int, list[int]]] = []
+    target = ModelRunner(tiny_models.build("llama"), 1)
+    streamer = SimpleNamespace(put=lambda ids: blocks.append((target.forwards, ids.tolist())))
+    state = GenerationState.create(prompt, torch.ones_like(prompt), stop, streamer=streamer)
+    drafter, verifier = LookupDrafter(LookupConfig(max_draft_tokens=1)), NodeDraw([], 1)
+    with torch.no_grad(), target.active(), drafter.active(state):
+        for number in (1, 2):
+            speculative_step(target, drafter, verifier, state)
+            assert [count for count, _ in blocks] == list(range(1 + waits, number + 1))
+        monkeypatch.setattr(drafter, "draft", fail)
+        with pytest.raises(KeyError, match="no draft"):
+            speculative_step(target, drafter, verifier, state)
+    assert [token for _, ids in blocks for token in ids] == state.tokens[0][prompt.shape[1] :]
+
+
+def fail(*_: Any) -> DraftTree:
+    raise KeyError("no draft")
 
 
 def test_every_token_run_is_a_prompt_token_or_a_node() -> None:

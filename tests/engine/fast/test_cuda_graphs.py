@@ -28,7 +28,7 @@ from hf_spec.backend.device.capture import (
 )
 from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.engine.fast import cuda_graphs as step_graphs
-from hf_spec.engine.fast.cuda_graphs import StepGraphs, obstacle
+from hf_spec.engine.fast.cuda_graphs import ReadingGraphs, StepGraphs, obstacle
 from hf_spec.engine.forward import kv_pool as kv_cache
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import KVPool
@@ -41,6 +41,7 @@ from tests.compiler import needs_compiler
 from tests.fake_gpu import standing
 from tests.tiers import FEW_STRATEGIES
 
+CPU = torch.device("cpu")
 # The adaptive tokens of `sdsat` run as they come.
 STRATEGIES = [name for name in tiny_models.STRATEGIES if name not in {"none", "sdsat"}]
 
@@ -214,6 +215,36 @@ def test_when_the_storage_grows_recording_starts_again(recorded: list[int]) -> N
         assert runner._graphs.replays == 2
     plain = tiny_models.build("llama")(torch.tensor([[*sequence, 5]])).logits[0, -1:]
     torch.testing.assert_close(grown, plain, atol=2e-4, rtol=1e-4)
+
+
+def test_all_users_of_a_pool_record_again_when_it_grows(recorded: list[int]) -> None:
+    model, pool = tiny_models.build("llama"), KVPool(1)
+    pool.layer(0, torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4))
+    reads = [model.get_input_embeddings()]
+    graphs = [
+        StepGraphs(model, pool, CPU),
+        ReadingGraphs(model, pool, CPU, reads),
+    ]
+    before = pool.generation
+    for user in graphs:
+        user._recorded[object()] = user._warm[object()] = object()  # type: ignore[index, assignment]
+    pool.reserve(pool.capacity)
+    assert pool.generation == before
+    assert all(user._recorded for user in graphs)
+    pool.reserve(pool.capacity + 1)
+    assert pool.generation > before
+    assert not any(user._recorded or user._warm for user in graphs)
+    with pytest.raises(torch.OutOfMemoryError):
+        pool.retried(no_room)
+    assert [user.refusal for user in graphs] == [step_graphs.OUT_OF_MEMORY] * 2
+    for user in graphs:
+        user.close()
+    assert not pool.before_resize
+    assert not pool.when_full
+
+
+def no_room() -> None:
+    raise torch.OutOfMemoryError("no room")
 
 
 @pytest.mark.parametrize(("rows", "capacity"), [(1, 1024), (8, 1024), (16, 512)])

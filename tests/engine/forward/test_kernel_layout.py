@@ -18,6 +18,7 @@ from hf_spec.engine.forward.kernel_layout import (
     segment_slot_mapping,
     slot_mapping,
     tensors_of,
+    write_padded,
 )
 from hf_spec.engine.forward.packing import pack
 from hf_spec.engine.forward.row_batch import RowWork
@@ -124,6 +125,19 @@ def test_padding_sees_what_the_last_segment_starts_with() -> None:
         before, after = seen(layout, index), seen(wide, index)
         assert torch.equal(after[: len(before)], before)
     assert after[len(before) :].sum(dim=1).tolist() == [int(layout.prefix[-1])] * 5
+
+
+def test_written_padding_is_that_of_a_padded_layout() -> None:
+    """Over whatever an earlier step left there."""
+    layouts = [ragged_layout(pack(work()[:n], DraftTree.from_rows(TREE)).segments) for n in (1, 2)]
+    sizes = Sizes.of(layouts[1])._replace(tokens=16, segments=4, num_bytes=2, max_queries=16)
+    arrays = [
+        torch.full_like(tensor, 99).numpy() for tensor in tensors_of(padded(layouts[0], sizes, 256))
+    ]
+    for layout in (*layouts, layouts[0]):
+        write_padded(layout, arrays, sizes.tokens)
+        expected = tensors_of(padded(layout, sizes, 256))
+        assert [a.tolist() for a in arrays] == [tensor.tolist() for tensor in expected]
 
 
 def test_steps_of_one_size_share_a_shape() -> None:

@@ -87,7 +87,7 @@ def test_growth_is_rare(num_slots: int, expected: int, growths: int) -> None:
     dropped = []
     pool = KVPool(num_slots)
     pool.expect(expected)
-    pool.before_resize = lambda: dropped.append(pool.capacity)
+    pool.before_resize.append(lambda: dropped.append(pool.capacity))
     for length in range(1, 2065):
         pool.reserve(length)
     assert len(dropped) == growths

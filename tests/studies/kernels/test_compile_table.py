@@ -10,17 +10,30 @@ import pytest
 from hf_spec_kernels import configs
 
 from examples.studies.kernels import compile_table
-from examples.studies.kernels.compile_table import LAYERS, NODES, PROMPT, Row, table
+from examples.studies.kernels.compile_table import (
+    LAYERS,
+    NODES,
+    PROMPT,
+    TILE_HEADS,
+    TILES,
+    Row,
+    table,
+    tile_table,
+)
 from examples.studies.kernels.offline import GPUS, Compiled
 from tests.kernels.test_compiles import ROOT
 
 FOLDER = ROOT / "examples" / "studies" / "kernels"
 
 
+def recorded(part: str) -> list[Row]:
+    record = json.loads((FOLDER / "compiled_kernels.json").read_text(encoding="utf-8"))
+    return [Row(**{**row, "compiled": Compiled(**row["compiled"])}) for row in record[part]]
+
+
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    record = json.loads((FOLDER / "compiled_kernels.json").read_text(encoding="utf-8"))
-    return [Row(**{**row, "compiled": Compiled(**row["compiled"])}) for row in record["rows"]]
+    return recorded("rows")
 
 
 def test_no_kernel_spills_registers(rows: list[Row]) -> None:
@@ -55,16 +68,32 @@ def test_the_record_is_of_the_current_tiles(rows: list[Row]) -> None:
             assert row.compiled.grid[0] == -(-num_rows // tile["BLOCK_M"])
 
 
-def test_the_document_has_the_table(rows: list[Row]) -> None:
+def test_tiles_of_64_rows_are_multiplied_by_warp_groups(rows: list[Row]) -> None:
+    """`wgmma` takes 64 rows, which tiles of drafts do not have."""
+    units = {"sm_89": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}
+    for nodes in (*NODES, PROMPT):
+        for row in attention_of(rows, nodes, 512):
+            assert row.compiled.matmul == (units[row.gpu] if nodes == PROMPT else "mma")
+    tiles = recorded("tiles")
+    shapes = [(head, *tile) for head in TILE_HEADS for tile in TILES]
+    assert len(tiles) == len(shapes)
+    for row, (head, height, warps) in zip(tiles, shapes, strict=True):
+        assert row.shape == f"head {head}, {height} rows"
+        assert row.compiled.warps == warps
+        assert row.compiled.matmul == ("wgmma" if height == 64 else "mma")
+
+
+def test_the_document_has_the_tables(rows: list[Row]) -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert table(rows) in text
+    assert tile_table(recorded("tiles")) in text
 
 
 def test_cells_merge_what_differs_by_grid_only() -> None:
     needs = Compiled("ragged_tree_attention_kernel", (2, 8, 4), 4, 128, 0, 2048, 16, False, "mma")
     row = Row("sm_90", LAYERS[0].name, 4, 512, 4, needs)
     (line,) = table([row, row]).splitlines()[2:]
-    assert line.endswith("| 128 / 0 / 2 / 4: 64, 64 |")
+    assert line.endswith("| 128 / 0 / 2 / 4 / mma: 64, 64 |")
 
 
 def test_an_unknown_gpu_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
