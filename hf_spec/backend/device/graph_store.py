@@ -22,6 +22,8 @@ _lock = threading.Lock()
 _stored: WeakKeyDictionary[nn.Module, StoredGraphs] = WeakKeyDictionary()
 # Models whose steps cannot be captured -> why.
 refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+# Models -> keys of programs that cannot be captured, although their steps can.
+refused_programs: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -68,6 +70,7 @@ def forget() -> None:
     """Free all stored graphs and forget earlier failures."""
     free()
     refusals.clear()
+    refused_programs.clear()
 
 
 def state_of(model: nn.Module) -> object:

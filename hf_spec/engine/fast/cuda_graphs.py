@@ -8,6 +8,9 @@ grows, its addresses change and steps are captured again.
 
 A shape runs twice before it is captured; the second run raises if an operation synchronizes with
 the device. A step runs in the smallest captured shape that holds it.
+
+A `Program` is several steps with what is computed between them, such as all passes of a draft. It
+is one graph if that can be captured; else its steps run one by one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -27,7 +31,15 @@ from hf_spec.backend.device.capture import NoWaits, WaitError, switch, warm_ups
 from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.backend.device.placement import looks_for_outliers
 from hf_spec.backend.device.transfer import send
-from hf_spec.engine.fast.graph_shapes import Bucket, Compute, Inputs, Shape
+from hf_spec.engine.fast.graph_shapes import (
+    Bucket,
+    Compute,
+    GraphInputs,
+    Inputs,
+    Program,
+    Shape,
+    ShapeCompute,
+)
 from hf_spec.engine.forward.kv_pool import MAX_RESERVED, KVPool
 from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.models.recurrent_layers import mixers_of
@@ -128,6 +140,8 @@ class StepGraphs:
         self._warm: dict[Bucket, Shape] = {}
         self._key = None if self.refusal or cache_key is None else (device, cache_key)
         self._state: object = None
+        # The program that runs, and its buffers.
+        self._running: _RunningProgram | None = None
         pool.before_resize, pool.when_full = self.clear, self._stop
         if self.refusal is None:
             self._begin(length + DRAFT_ROOM if length else 0)
@@ -144,15 +158,64 @@ class StepGraphs:
             OutOfMemoryError: if it occurs twice, or with recurrent layers, whose states a failed
                 step may have changed.
         """
+        if self._running is not None:
+            return self._running.run(compute, tensors, step.sees)
         run = partial(self._run, compute, tensors, step)
         return self._pool.retried(run) if self._can_repeat else run()
+
+    def run_program(self, program: Program) -> list[Tensor]:
+        """Run a program as one graph if possible; its outputs are valid until it runs again."""
+        outputs = None
+        if self.captures_programs and program.key is not None and self._fits_program(program):
+            outputs = self._pool.retried(partial(self._run_program, program))
+        return self._run_by_step(program) if outputs is None else outputs
+
+    @property
+    def captures_programs(self) -> bool:
+        """True if a program may run as one graph."""
+        return self._can_repeat and (self.refusal is None or switch.always_padded)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the steps."""
+        return self._device
 
     def _run(self, compute: Compute, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
         # A failed attempt may have marked layers.
         step.written.clear()
         if not self._is_padded(tensors, step):
             return compute(self.put(tensors, step), step)
-        inputs = Inputs(tensors, *step.on_host, step.sees)
+        inputs = GraphInputs([Inputs(tensors, *step.on_host, step.sees)])
+        outputs = self._run_shape(
+            inputs, lambda shape, pool: compute(shape.steps[0].inputs, shape.steps[0].step(pool))
+        )
+        assert outputs is not None, "a step runs in any case"
+        return outputs
+
+    def _run_program(self, program: Program) -> list[Tensor] | None:
+        """Run a program on fixed inputs; return None if it turns out that it cannot be captured."""
+
+        def compute(shape: Shape, pool: KVPool) -> list[Tensor]:
+            self._running = _RunningProgram(shape, pool)
+            try:
+                return program.compute(shape.constants, shape.noise)
+            finally:
+                self._running = None
+
+        if not self.captures_programs:
+            # After the device ran out of memory.
+            return None
+        return self._run_shape(program.inputs, compute)
+
+    def _run_by_step(self, program: Program) -> list[Tensor]:
+        constants = send(program.constants, self._device) if program.constants else []
+        return program.compute(constants, None)
+
+    def _fits_program(self, program: Program) -> bool:
+        refused = graph_store.refused_programs.get(self._model, ())
+        return program.key not in refused and all(starmap(self._is_padded, program.steps))
+
+    def _run_shape(self, inputs: GraphInputs, compute: ShapeCompute) -> list[Tensor] | None:
         shape = self._fitting(inputs) or self._warming(inputs)
         shape.fill(inputs)
         settles = shape.graph is None and shape.uses <= WARM_UPS and self.refusal is None
@@ -163,8 +226,12 @@ class StepGraphs:
             shape.graph.replay()
             self.replays += 1
             return shape.outputs
+        if inputs.key in graph_store.refused_programs.get(self._model, ()):
+            return None
         shape.uses += 1
         outputs = self._try(compute, shape)
+        if outputs is None:
+            return None
         shape.nbytes = sum(output.nbytes for output in outputs)
         return outputs
 
@@ -218,7 +285,7 @@ class StepGraphs:
         longest = max(segment.end - segment.start for segment in step.segments)
         return len(tensors[0]) <= MAX_TOKENS and longest <= MAX_QUERIES
 
-    def _fitting(self, inputs: Inputs) -> Shape | None:
+    def _fitting(self, inputs: GraphInputs) -> Shape | None:
         bucket = min((bucket for bucket in self._recorded if bucket.holds(inputs)), default=None)
         if bucket is None:
             return None
@@ -226,7 +293,7 @@ class StepGraphs:
         shape = self._recorded[bucket] = self._recorded.pop(bucket)
         return shape
 
-    def _warming(self, inputs: Inputs) -> Shape:
+    def _warming(self, inputs: GraphInputs) -> Shape:
         bucket = Bucket.of(inputs)
         shape = self._warm.pop(bucket, None)
         shape = shape or Shape(bucket, inputs, self._pool.capacity, self._device)
@@ -235,16 +302,19 @@ class StepGraphs:
             del self._warm[next(iter(self._warm))]
         return shape
 
-    def _try(self, compute: Compute, shape: Shape) -> list[Tensor]:
+    def _try(self, compute: ShapeCompute, shape: Shape) -> list[Tensor] | None:
+        """Run a shape; a program that waits for the device is refused, and returns None."""
         if self.refusal is None and shape.uses == WARM_UPS:
             try:
                 with NoWaits(self._device):
-                    return compute(shape.inputs, shape.step(self._pool))
+                    return compute(shape, self._pool)
             except WaitError as error:
-                self._refuse(str(error))
-        return compute(shape.inputs, shape.step(self._pool))
+                self._refuse(shape, str(error))
+                if shape.bucket.program is not None:
+                    return None
+        return compute(shape, self._pool)
 
-    def _record(self, compute: Compute, shape: Shape) -> None:
+    def _record(self, compute: ShapeCompute, shape: Shape) -> None:
         if self.refusal is not None:
             return
         if self._key is not None and self._state is None:
@@ -257,7 +327,7 @@ class StepGraphs:
             # Handled by `run`.
             raise
         except RuntimeError as error:
-            self._refuse(f"recording failed: {error}")
+            self._refuse(shape, f"recording failed: {error}")
             return
         self.captures += 1
         self._recorded[shape.bucket] = self._warm.pop(shape.bucket)
@@ -267,11 +337,36 @@ class StepGraphs:
     def _output_bytes(self) -> int:
         return sum(shape.nbytes for shape in self._recorded.values())
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, shape: Shape, reason: str) -> None:
+        """Capture no steps of the model from now on, or not the program of `shape`."""
+        if shape.bucket.program is not None:
+            self._warm.pop(shape.bucket, None)
+            refused = graph_store.refused_programs.setdefault(self._model, set())
+            refused.add(shape.key)
+            _log_once(type(self._model).__name__, f"between steps, {reason}", logging.WARNING)
+            return
         self.refusal = reason
         self.clear()
         graph_store.refusals[self._model] = reason
         _log_once(type(self._model).__name__, reason, logging.WARNING)
+
+
+class _RunningProgram:
+    """The steps of a running program, whose inputs are in the buffers of a shape."""
+
+    def __init__(self, shape: Shape, pool: KVPool):
+        self._steps = iter(shape.steps)
+        self._pool = pool
+        self._first = True
+
+    def run(self, compute: Compute, tensors: Sequence[Tensor], sees: Tensor | None) -> list[Tensor]:
+        """Run the next step; what the program has computed for it replaces the placeholders."""
+        buffers = next(self._steps)
+        # Device tensors of the first step have been copied: a graph must not read where they are.
+        if not self._first:
+            buffers.fill(tensors, sees)
+        self._first = False
+        return compute(buffers.inputs, buffers.step(self._pool))
 
 
 def is_of_transformers(hook: Callable[..., Any]) -> bool:

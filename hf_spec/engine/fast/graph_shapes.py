@@ -63,7 +63,7 @@ class Inputs:
         """Key of the computation and of the tensors, their numbers of rows excluded."""
         return [(_variant.key,), *((t.device, t.dtype, t.shape[1:]) for t in self.tensors)]
 
-    def hosted(self, bucket: Bucket, capacity: int) -> list[Tensor]:
+    def hosted(self, bucket: StepBucket, capacity: int) -> list[Tensor]:
         """Return all host tensors, padded: those of `tensors`, the slot mapping, the layout."""
         tensors = [
             torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
@@ -75,15 +75,36 @@ class Inputs:
         return [*tensors, F.pad(self.places, (0, added), value=-1), *tensors_of(layout)]
 
 
-class Bucket(NamedTuple):
-    """Sizes that a graph fixes: those of its layout, rows of its tensors, and their kinds."""
+@dataclass
+class GraphInputs:
+    """Inputs of a graph: those of one step, or of all steps of a `Program`.
+
+    Attributes:
+        steps: inputs of the steps. Of later steps, tensors on the device are placeholders for what
+            the program computes.
+        key, constants, noise: see `Program`.
+    """
+
+    steps: Sequence[Inputs]
+    key: Hashable = None
+    constants: Sequence[Tensor] = ()
+    noise: tuple[int, ...] | None = None
+
+    def hosted(self, bucket: Bucket, capacity: int) -> list[Tensor]:
+        """Return all host tensors: the constants, and those of each step, padded."""
+        pairs = zip(self.steps, bucket.steps, strict=True)
+        return [*self.constants, *(t for step, b in pairs for t in step.hosted(b, capacity))]
+
+
+class StepBucket(NamedTuple):
+    """Sizes that a graph fixes: those of a step's layout, rows of its tensors, and their kinds."""
 
     sizes: Sizes
     rows: tuple[int, ...]
     kinds: tuple[tuple[object, ...], ...]
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Bucket:
+    def of(cls, inputs: Inputs) -> StepBucket:
         """Return the bucket of a step."""
         rows = tuple(round_up(len(tensor)) for tensor in inputs.tensors)
         return cls(Sizes.of(inputs.layout), rows, tuple(inputs.kinds))
@@ -99,41 +120,132 @@ class Bucket(NamedTuple):
         )
 
 
-class Shape:
-    """Fixed buffers of one shape of steps, and its graph once it is captured."""
+class Bucket(NamedTuple):
+    """Key of a graph: its program, None for a single step, and the buckets of its steps."""
 
-    def __init__(self, bucket: Bucket, inputs: Inputs, capacity: int, device: torch.device):
-        self.uses = self.nbytes = 0
-        self.bucket = bucket
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.outputs: list[Tensor] = []
-        self._device = device
-        self._capacity = capacity
-        self._buffer = PinnedBuffer(inputs.hosted(bucket, capacity), device)
-        fixed = iter(self._buffer.tensors)
+    program: Hashable
+    steps: tuple[StepBucket, ...]
+
+    @classmethod
+    def of(cls, inputs: GraphInputs) -> Bucket:
+        """Return the bucket of a graph's inputs."""
+        return cls(_program_of(inputs), tuple(map(StepBucket.of, inputs.steps)))
+
+    def holds(self, inputs: GraphInputs) -> bool:
+        """Return True if all steps fit."""
+        return (
+            self.program == _program_of(inputs)
+            and len(self.steps) == len(inputs.steps)
+            and all(step.holds(i) for step, i in zip(self.steps, inputs.steps, strict=True))
+        )
+
+
+def _program_of(inputs: GraphInputs) -> Hashable:
+    if inputs.key is None:
+        return None
+    kinds = tuple((tensor.dtype, tensor.shape) for tensor in inputs.constants)
+    return inputs.key, kinds, inputs.noise
+
+
+class StepBuffers:
+    """Fixed buffers of one step of a graph; `fixed` are those that are sent from the host."""
+
+    def __init__(
+        self,
+        bucket: StepBucket,
+        inputs: Inputs,
+        fixed: Iterator[Tensor],
+        capacity: int,
+        device: torch.device,
+    ):
         self.inputs = [
             next(fixed) if t.device.type == "cpu" else t.new_zeros(rows, *t.shape[1:])
             for t, rows in zip(inputs.tensors, bucket.rows, strict=True)
         ]
+        self._device = device
         self._places = next(fixed)
         wide = padded(inputs.layout, bucket.sizes, capacity)
-        self._layout = with_tensors(wide, list(fixed))
+        self._layout = with_tensors(wide, [next(fixed) for _ in tensors_of(wide)])
 
-    def fill(self, inputs: Inputs) -> None:
-        """Copy the inputs of a step to the fixed addresses."""
-        self._buffer.fill(inputs.hosted(self.bucket, self._capacity))
-        for buffer, tensor in zip(self.inputs, inputs.tensors, strict=True):
+    def fill(self, tensors: Sequence[Tensor], sees: Tensor | None) -> None:
+        """Copy tensors of the device to the fixed addresses."""
+        for buffer, tensor in zip(self.inputs, tensors, strict=True):
             if tensor.device.type != "cpu":
                 buffer[: len(tensor)] = tensor
-        if (sees := inputs.sees) is not None:
+        if sees is not None:
             self._layout.bits[: sees.shape[0], : sees.shape[1]] = sees
 
     def step(self, pool: KVPool) -> PackedStep:
         """Return the step as the attention function reads it."""
         return PackedStep.of_layout(pool, self._layout, self._places, self._device)
 
-    def record(self, compute: Compute, pool: KVPool, memory: Any) -> None:
+
+class Shape:
+    """Fixed buffers of the inputs of one bucket, and its graph once it is captured.
+
+    Attributes:
+        key: that of the program; None for a single step.
+        steps: buffers of each step.
+        constants, noise: see `Program`, on the device.
+    """
+
+    def __init__(self, bucket: Bucket, inputs: GraphInputs, capacity: int, device: torch.device):
+        self.uses = self.nbytes = 0
+        self.bucket, self.key = bucket, inputs.key
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.outputs: list[Tensor] = []
+        self._device = device
+        self._capacity = capacity
+        self._buffer = PinnedBuffer(inputs.hosted(bucket, capacity), device)
+        fixed = iter(self._buffer.tensors)
+        self.constants = [next(fixed) for _ in inputs.constants]
+        self.steps = [
+            StepBuffers(part, step, fixed, capacity, device)
+            for part, step in zip(bucket.steps, inputs.steps, strict=True)
+        ]
+        self.noise = None if inputs.noise is None else torch.empty(inputs.noise, device=device)
+
+    def fill(self, inputs: GraphInputs) -> None:
+        """Copy inputs to the fixed addresses, those of the host in one transfer; draw noise."""
+        self._buffer.fill(inputs.hosted(self.bucket, self._capacity))
+        first = inputs.steps[0]
+        self.steps[0].fill(first.tensors, first.sees)
+        if self.noise is not None:
+            self.noise.exponential_()
+
+    def record(self, compute: ShapeCompute, pool: KVPool, memory: Any) -> None:
         """Capture the launches of `compute` without running them."""
         with recording(self._device, memory) as graph:
-            self.outputs = compute(self.inputs, self.step(pool))
+            self.outputs = compute(self, pool)
         self.graph = graph
+
+
+# (fixed inputs, KV pool) -> outputs.
+ShapeCompute = Callable[[Shape, KVPool], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps of one model and what is computed between them, to be run as one graph.
+
+    Attributes:
+        key: hashable, equal for programs that launch the same for inputs of the same shapes; None
+            if the program cannot be captured.
+        steps: tensors and packed step of each step, see `GraphInputs`; steps by `StepGraphs.run`.
+        compute: (constants, noise) -> outputs, on the device. It runs the steps in order, by
+            `StepGraphs.run`, may be called several times, and must not synchronize with the device.
+        constants: host tensors that `compute` reads on the device.
+        noise: shape of the exponential random numbers that `compute` reads; None for none.
+    """
+
+    key: Hashable
+    steps: Sequence[tuple[Sequence[Tensor], PackedStep]]
+    compute: Callable[[list[Tensor], Tensor | None], list[Tensor]]
+    constants: Sequence[Tensor] = ()
+    noise: tuple[int, ...] | None = None
+
+    @property
+    def inputs(self) -> GraphInputs:
+        """All inputs."""
+        steps = [Inputs(tensors, *step.on_host, step.sees) for tensors, step in self.steps]
+        return GraphInputs(steps, self.key, self.constants, self.noise)
