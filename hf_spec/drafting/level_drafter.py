@@ -321,8 +321,10 @@ class LevelDrafter(Drafter):
 
     def _grow_on_device(self, state: GenerationState, drafts: Mapping[int, RowGrowth]) -> None:
         """Queue all passes, one by one or as one graph, and fetch their results."""
-        processing = None if self.step_graphs is None else processors_key(state.processors)
-        if self.step_graphs is None or processing is None or not self._num_choices:
+        graphs, processing = self.step_graphs, processors_key(state.processors)
+        if self.processors.is_identity:
+            processing = ()
+        if graphs is None or processing is None or not self._num_choices:
             growth = DeviceGrowth(drafts, self._plans)
             self._queue(state, growth)
             growth.finish()
@@ -349,7 +351,7 @@ class LevelDrafter(Drafter):
             constants=self._plans.constants(passes),
             noise=(sum(sizes), self._num_choices) if self.samples else None,
         )
-        growth.finish(self.step_graphs.run_program(program))
+        growth.finish(graphs.run_program(program))
 
     def _queue(
         self, state: GenerationState, growth: DeviceGrowth, prepared: Sequence[Any] | None = None

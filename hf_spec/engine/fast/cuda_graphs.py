@@ -16,6 +16,7 @@ is one graph if that can be captured; else its steps run one by one.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from itertools import starmap
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 DEVICES = {"cuda"}
 # Larger steps are not bound by launches, and lengths of prompts rarely repeat.
 MAX_TOKENS, MAX_QUERIES = 1024, 256
+# Most tokens of a row in the first step of a program. After a prompt, steps run one by one.
+MAX_PROGRAM_QUERIES = 32
 # Limits per model: graphs, and bytes of their outputs, which are mostly logits.
 MAX_GRAPHS, MAX_OUTPUT_BYTES = 32, 2**29
 # Extra tokens per slot for the last draft, which may exceed the maximum length.
@@ -140,8 +143,6 @@ class StepGraphs:
         self._warm: dict[Bucket, Shape] = {}
         self._key = None if self.refusal or cache_key is None else (device, cache_key)
         self._state: object = None
-        # The program that runs, and its buffers.
-        self._running: _RunningProgram | None = None
         pool.before_resize, pool.when_full = self.clear, self._stop
         if self.refusal is None:
             self._begin(length + DRAFT_ROOM if length else 0)
@@ -158,8 +159,8 @@ class StepGraphs:
             OutOfMemoryError: if it occurs twice, or with recurrent layers, whose states a failed
                 step may have changed.
         """
-        if self._running is not None:
-            return self._running.run(compute, tensors, step.sees)
+        if _thread.program is not None:
+            return _thread.program.run(compute, tensors, step.sees)
         run = partial(self._run, compute, tensors, step)
         return self._pool.retried(run) if self._can_repeat else run()
 
@@ -196,11 +197,11 @@ class StepGraphs:
         """Run a program on fixed inputs; return None if it turns out that it cannot be captured."""
 
         def compute(shape: Shape, pool: KVPool) -> list[Tensor]:
-            self._running = _RunningProgram(shape, pool)
+            _thread.program = _RunningProgram(shape, pool)
             try:
                 return program.compute(shape.constants, shape.noise)
             finally:
-                self._running = None
+                _thread.program = None
 
         if not self.captures_programs:
             # After the device ran out of memory.
@@ -212,8 +213,11 @@ class StepGraphs:
         return program.compute(constants, None)
 
     def _fits_program(self, program: Program) -> bool:
-        refused = graph_store.refused_programs.get(self._model, ())
-        return program.key not in refused and all(starmap(self._is_padded, program.steps))
+        if program.key in graph_store.refused_programs.get(self._model, ()):
+            return False
+        _, first = program.steps[0]
+        fits = all(starmap(self._is_padded, program.steps))
+        return fits and _longest(first) <= MAX_PROGRAM_QUERIES
 
     def _run_shape(self, inputs: GraphInputs, compute: ShapeCompute) -> list[Tensor] | None:
         shape = self._fitting(inputs) or self._warming(inputs)
@@ -282,8 +286,7 @@ class StepGraphs:
     def _is_padded(self, tensors: Sequence[Tensor], step: PackedStep) -> bool:
         if self.refusal is not None and not switch.always_padded:
             return False
-        longest = max(segment.end - segment.start for segment in step.segments)
-        return len(tensors[0]) <= MAX_TOKENS and longest <= MAX_QUERIES
+        return len(tensors[0]) <= MAX_TOKENS and _longest(step) <= MAX_QUERIES
 
     def _fitting(self, inputs: GraphInputs) -> Shape | None:
         bucket = min((bucket for bucket in self._recorded if bucket.holds(inputs)), default=None)
@@ -351,6 +354,14 @@ class StepGraphs:
         _log_once(type(self._model).__name__, reason, logging.WARNING)
 
 
+class _Thread(threading.local):
+    # What this thread runs as one graph; its steps are not graphs of their own.
+    program: _RunningProgram | None = None
+
+
+_thread = _Thread()
+
+
 class _RunningProgram:
     """The steps of a running program, whose inputs are in the buffers of a shape."""
 
@@ -367,6 +378,11 @@ class _RunningProgram:
             buffers.fill(tensors, sees)
         self._first = False
         return compute(buffers.inputs, buffers.step(self._pool))
+
+
+def _longest(step: PackedStep) -> int:
+    """Return the most tokens of a segment."""
+    return max(segment.end - segment.start for segment in step.segments)
 
 
 def is_of_transformers(hook: Callable[..., Any]) -> bool:

@@ -171,6 +171,7 @@ class StepBuffers:
         """Copy tensors of the device to the fixed addresses."""
         for buffer, tensor in zip(self.inputs, tensors, strict=True):
             if tensor.device.type != "cpu":
+                assert buffer.dtype == tensor.dtype, "copies must not round"
                 buffer[: len(tensor)] = tensor
         if sees is not None:
             self._layout.bits[: sees.shape[0], : sees.shape[1]] = sees
