@@ -219,7 +219,13 @@ class LevelDrafter(Drafter):
     @property
     def policy_stops(self) -> bool:
         """True if the length policy may end a draft between two passes."""
-        return type(self.policy).goes_on is not LengthPolicy.goes_on
+        decides = type(self.policy).goes_on is not LengthPolicy.goes_on
+        return decides and not (self.policy.plans_ahead and self.depth_is_planned)
+
+    @property
+    def depth_is_planned(self) -> bool:  # type: ignore[override]
+        """See `Drafter`."""
+        return self._fits_device_growth(self.max_depth)
 
     def processed(self, state: GenerationState, growth: Growth, logits: Tensor) -> Tensor:
         """Return the (M, R) float32 distributions of logits, after the call's processors.
@@ -307,7 +313,8 @@ class LevelDrafter(Drafter):
         return nodes
 
     def _grow(self, state: GenerationState, drafts: Mapping[int, RowGrowth]) -> None:
-        if self._fits_device_growth(max(draft.max_levels for draft in drafts.values())):
+        deepest = max(draft.max_levels for draft in drafts.values())
+        if not self.policy_stops and self._fits_device_growth(deepest):
             self._grow_on_device(state, drafts)
             return
         growth = Growth(drafts)
@@ -364,10 +371,10 @@ class LevelDrafter(Drafter):
             growth.advance(growth.next_rows())
 
     def _fits_device_growth(self, depth: int) -> bool:
-        """Return True if drafts can grow without fetching any tokens in between."""
+        """Return True if drafts can grow without fetching tokens, unless a policy reads them."""
         # The number of drawn siblings that are sent depends on what was drawn before.
         drawn_tree = self.samples and self.shape.children > 1
-        if self.policy_stops or drawn_tree or self.processors.reads_prefix:
+        if drawn_tree or self.processors.reads_prefix:
             return False
         return self.supports_device_growth and self._plans.fit(depth)
 

@@ -60,6 +60,9 @@ DRAFT_ROOM = 64
 # Largest pool that is stored for later calls, in tokens of all slots.
 MAX_STORED_TOKENS = 2**16
 WARM_UPS = 2
+# A program runs step by step so often, then once as a whole, and then it is captured. Some shapes
+# occur once in a call, such as that of its last draft, for which steps are captured already.
+RUNS_BY_STEP = 1
 OUT_OF_MEMORY = "the device ran out of memory in this call"
 
 
@@ -221,10 +224,16 @@ class StepGraphs:
 
     def _run_shape(self, inputs: GraphInputs, compute: ShapeCompute) -> list[Tensor] | None:
         shape = self._fitting(inputs) or self._warming(inputs)
+        is_rare = shape.graph is None and shape.uses < RUNS_BY_STEP
+        if inputs.key is not None and (is_rare or shape.nbytes > MAX_OUTPUT_BYTES):
+            shape.uses += 1
+            warm_ups.count += is_rare
+            return None
         shape.fill(inputs)
-        settles = shape.graph is None and shape.uses <= WARM_UPS and self.refusal is None
+        settles = shape.graph is None and shape.uses <= shape.warm_ups and self.refusal is None
         warm_ups.count += settles
-        if shape.graph is None and shape.uses >= WARM_UPS and shape.nbytes <= MAX_OUTPUT_BYTES:
+        ready = shape.uses >= shape.warm_ups and shape.nbytes <= MAX_OUTPUT_BYTES
+        if shape.graph is None and ready:
             self._record(compute, shape)
         if shape.graph is not None:
             shape.graph.replay()
@@ -300,6 +309,7 @@ class StepGraphs:
         bucket = Bucket.of(inputs)
         shape = self._warm.pop(bucket, None)
         shape = shape or Shape(bucket, inputs, self._pool.capacity, self._device)
+        shape.warm_ups = WARM_UPS if inputs.key is None else RUNS_BY_STEP + 1
         self._warm[bucket] = shape
         if len(self._warm) > MAX_GRAPHS:
             del self._warm[next(iter(self._warm))]
@@ -307,7 +317,7 @@ class StepGraphs:
 
     def _try(self, compute: ShapeCompute, shape: Shape) -> list[Tensor] | None:
         """Run a shape; a program that waits for the device is refused, and returns None."""
-        if self.refusal is None and shape.uses == WARM_UPS:
+        if self.refusal is None and shape.uses == shape.warm_ups:
             try:
                 with NoWaits(self._device):
                     return compute(shape, self._pool)

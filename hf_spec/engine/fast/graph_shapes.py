@@ -24,6 +24,9 @@ Compute = Callable[[list[Tensor], PackedStep], list[Tensor]]
 
 # Largest ratio of the tokens of a shape to those of a step that runs in it.
 MAX_GROWTH = 2
+# Room of the first step of a program, which runs what the round before has accepted: few graphs are
+# worth more than a few tokens of padding in one of the steps.
+FIRST_TOKENS = 8
 
 
 class _Variant(threading.local):
@@ -104,17 +107,18 @@ class StepBucket(NamedTuple):
     kinds: tuple[tuple[object, ...], ...]
 
     @classmethod
-    def of(cls, inputs: Inputs) -> StepBucket:
-        """Return the bucket of a step."""
-        rows = tuple(round_up(len(tensor)) for tensor in inputs.tensors)
-        return cls(Sizes.of(inputs.layout), rows, tuple(inputs.kinds))
+    def of(cls, inputs: Inputs, smallest: int = 1) -> StepBucket:
+        """Return the bucket of a step, with room for the `smallest` number of tokens or more."""
+        rows = tuple(round_up(max(len(tensor), smallest)) for tensor in inputs.tensors)
+        sizes = Sizes.of(inputs.layout, smallest, min(smallest, 2))
+        return cls(sizes, rows, tuple(inputs.kinds))
 
-    def holds(self, inputs: Inputs) -> bool:
+    def holds(self, inputs: Inputs, smallest: int = 1) -> bool:
         """Return True if a step fits, without much more work."""
         least = tuple(len(tensor) for tensor in inputs.tensors)
         return (
             self.kinds == tuple(inputs.kinds)
-            and self.sizes.tokens <= MAX_GROWTH * round_up(least[0])
+            and self.sizes.tokens <= MAX_GROWTH * round_up(max(least[0], smallest))
             and self.sizes.hold(inputs.layout)
             and all(rows >= needed for rows, needed in zip(self.rows, least, strict=True))
         )
@@ -129,14 +133,15 @@ class Bucket(NamedTuple):
     @classmethod
     def of(cls, inputs: GraphInputs) -> Bucket:
         """Return the bucket of a graph's inputs."""
-        return cls(_program_of(inputs), tuple(map(StepBucket.of, inputs.steps)))
+        steps = zip(inputs.steps, _smallest(inputs), strict=True)
+        return cls(_program_of(inputs), tuple(StepBucket.of(*step) for step in steps))
 
     def holds(self, inputs: GraphInputs) -> bool:
         """Return True if all steps fit."""
         return (
             self.program == _program_of(inputs)
             and len(self.steps) == len(inputs.steps)
-            and all(step.holds(i) for step, i in zip(self.steps, inputs.steps, strict=True))
+            and all(map(StepBucket.holds, self.steps, inputs.steps, _smallest(inputs)))
         )
 
 
@@ -145,6 +150,12 @@ def _program_of(inputs: GraphInputs) -> Hashable:
         return None
     kinds = tuple((tensor.dtype, tensor.shape) for tensor in inputs.constants)
     return inputs.key, kinds, inputs.noise
+
+
+def _smallest(inputs: GraphInputs) -> list[int]:
+    """Return the smallest number of tokens that each step has room for."""
+    first = 1 if inputs.key is None else FIRST_TOKENS
+    return [first] + [1] * (len(inputs.steps) - 1)
 
 
 class StepBuffers:
@@ -185,13 +196,15 @@ class Shape:
     """Fixed buffers of the inputs of one bucket, and its graph once it is captured.
 
     Attributes:
+        uses, warm_ups: number of runs without a graph so far, and before it is captured.
+        nbytes: bytes of the outputs.
         key: that of the program; None for a single step.
         steps: buffers of each step.
         constants, noise: see `Program`, on the device.
     """
 
     def __init__(self, bucket: Bucket, inputs: GraphInputs, capacity: int, device: torch.device):
-        self.uses = self.nbytes = 0
+        self.uses = self.nbytes = self.warm_ups = 0
         self.bucket, self.key = bucket, inputs.key
         self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: list[Tensor] = []
