@@ -25,8 +25,9 @@ from torch import Tensor
 from hf_spec.backend.device import transfer
 from hf_spec.common.errors import OptionError, choices
 from hf_spec.drafting.config import AUTO, PolicyConfig
-from hf_spec.drafting.device_growth import DeviceGrowth, PassPlans
+from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
+from hf_spec.drafting.pass_plans import PassPlans
 from hf_spec.drafting.token_graph import TokenGraph, UnmergedTree
 from hf_spec.drafting.tree_growth import Growth, NextTokens, RowGrowth, TreeShape
 from hf_spec.engine.decode.drafter import Drafter
