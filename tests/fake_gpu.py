@@ -246,12 +246,11 @@ def recording(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Iterator[None]:
 
     def record(shape: Any, compute: Any, pool: Any, memory: Any) -> None:
         bound = standing(pool)
-        step = shape.step(bound)
-        shape.outputs = [torch.empty_like(t) for t in compute(shape.inputs, step)]
+        shape.outputs = [torch.empty_like(t) for t in compute(shape, bound)]
 
         def replay() -> None:
             with gpu.one_launch():
-                outputs = compute(shape.inputs, shape.step(bound))
+                outputs = compute(shape, bound)
                 for mine, new in zip(shape.outputs, outputs, strict=True):
                     mine.copy_(new)
 

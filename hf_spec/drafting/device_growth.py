@@ -5,180 +5,101 @@ transfer, and the drafts are rebuilt from them node by node. The host has to kno
 it queues. So each pass runs the largest number of nodes per row that it can have; rows with fewer
 are padded, and padding gets no children. The parents of the nodes follow from that shape, or the
 device chooses the nodes and computes what each of them sees.
+
+Since all shapes are known, a draft can also be one CUDA graph (see `LevelDrafter.step_graphs`): the
+host prepares every pass before the first one runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from hf_spec_kernels.ragged_tree_attention import pack_bits
 from torch import Tensor
 
-from hf_spec.backend.device.transfer import fetch_all, send
-from hf_spec.drafting.rank_tree import Path
-from hf_spec.drafting.tree_growth import Growth, NextLists, NextTokens, RowGrowth, TreeShape
-
-# Most nodes of a row in a level that are chosen on the device. Wider levels are usually pruned, so
-# padding all of them would cost more than synchronizing.
-WIDEST = 32
+from hf_spec.backend.device.transfer import fetch_packed, packed, send
+from hf_spec.drafting.pass_plans import DevicePass, PassPlan, PassPlans
+from hf_spec.drafting.tree_growth import Growth, NextLists, NextTokens, RowGrowth
 
 
-@dataclass(frozen=True)
-class PassPlan:
-    """Shape of a pass, known in advance.
+class _Constants:
+    """Tensors of `PassPlans.constants` on the device, in the order in which they are read."""
 
-    Attributes:
-        width: nodes of a row.
-        picks: entries of the pass before, flattened over nodes, levels and ranks, that lead to each
-            node: one per level of that pass. None where the most probable are chosen.
-        index: `picks` on the device; None if those are all entries.
-        own_bits: (width, bytes) uint8 on the device, as `RaggedLayout.bits`: each node itself.
-    """
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors = iter(tensors)
 
-    width: int
-    picks: list[int] | None
-    index: Tensor | None = None
-    own_bits: Tensor | None = None
-
-
-class PassPlans:
-    """The plans of drafts of one shape, for the `device` that chooses the nodes."""
-
-    def __init__(self, shape: TreeShape, ends: Sequence[int], device: torch.device):
-        self.shape = shape
-        self.device = device
-        self.ends = send([torch.tensor(ends)], device)[0] if ends else None
-        self._plans: dict[tuple[int, int], list[PassPlan]] = {}
-
-    def fit(self, depth: int) -> bool:
-        """Return True if drafts of that depth can be planned, at little padding."""
-        shape = self.shape
-        if shape.merge_length is not None:
-            return False
-        if shape.whole:
-            return True
-        widths = [width for width, _ in _pass_picks(shape, shape.num_ranks, depth)]
-        # Trees of ranks ignore `max_draft_nodes`.
-        bounded = shape.tree is None and sum(widths) * shape.num_ranks >= shape.max_draft_nodes
-        return max(widths) <= WIDEST and not bounded
-
-    def of(self, num_ranks: int, depth: int) -> list[PassPlan]:
-        """Return the plan of each pass if `num_ranks` tokens may follow each node.
-
-        There are fewer passes than `depth` needs if no node has children below them.
-        """
-        key = num_ranks, depth
-        if key not in self._plans:
-            self._plans[key] = self._make(num_ranks, depth)
-        return self._plans[key]
-
-    def _make(self, num_ranks: int, depth: int) -> list[PassPlan]:
-        passes = list(_pass_picks(self.shape, num_ranks, depth))
-        widths = [width for width, _ in passes]
-        # Every node sees the root, which has no bit.
-        own_bits = pack_bits(torch.eye(sum(widths[1:]), dtype=torch.bool)).split(widths[1:])
-        index = [torch.tensor(picks or []) for _, picks in passes]
-        sent = send([*index, own_bits[0][:0], *own_bits] if own_bits else index, self.device)
-        chooses = any(picks is None for _, picks in passes)
-        entries = num_ranks * self.shape.levels_per_pass
-        plans = []
-        for number, (width, picks) in enumerate(passes):
-            all_entries = number == 0 or picks == list(range(widths[number - 1] * entries))
-            placed = None if picks is None or all_entries else sent[number]
-            seen = sent[len(passes) + number] if chooses and number else None
-            plans.append(PassPlan(width, picks, placed, seen))
-        return plans
-
-
-def _pass_picks(
-    shape: TreeShape, num_ranks: int, depth: int
-) -> Iterator[tuple[int, list[int] | None]]:
-    """Yield the width and the picks of every pass, see `PassPlan`."""
-    yield 1, [0]
-    if shape.tree is None:
-        width = 1
-        for _ in range(1, depth):
-            children = width * num_ranks
-            width = min(children, shape.expanded_per_level)
-            yield width, list(range(children)) if width == children else None
-        return
-    levels = shape.levels_per_pass
-    place_of: dict[Path, int] = {(): 0}
-    for level in range(levels, depth, levels):
-        nodes = [
-            path
-            for path in shape.tree.paths
-            if len(path) == level
-            and path in shape.tree.inner
-            and path[:-levels] in place_of
-            and max(path[-levels:]) < num_ranks
-        ]
-        if not nodes:
-            return
-        yield (
-            len(nodes),
-            [
-                (place_of[path[:-levels]] * levels + step) * num_ranks + rank
-                for path in nodes
-                for step, rank in enumerate(path[-levels:])
-            ],
-        )
-        place_of = {path: place for place, path in enumerate(nodes)}
-
-
-@dataclass(frozen=True)
-class QueuedPass:
-    """A pass over w nodes of each of A rows, on the device.
-
-    Attributes:
-        chosen: (A, w) int64, the entries of the pass before that were chosen to run; None where
-            the plan has `picks`.
-        tokens, chances: (A, w, levels, ranks), see `NextTokens`.
-        probs: (A * w, R) what the tokens were drawn from; None if they were not drawn.
-    """
-
-    rows: list[int]
-    plan: PassPlan
-    chosen: Tensor | None
-    tokens: Tensor
-    chances: Tensor
-    probs: Tensor | None
+    def take(self, like: Tensor | None) -> Tensor | None:
+        """Return the next tensor, or None if the host has none there."""
+        return None if like is None else next(self._tensors)
 
 
 class DeviceGrowth(Growth):
     """Growth that is fetched once, when all passes are queued.
 
+    Args:
+        drafts: the drafts; they change in `finish` only.
+        plans: plans of their shape.
+        passes: all passes, see `PassPlans.passes`; None finds them after the first one.
+        constants: `plans.constants(passes)` on the device; None sends them.
+
     Attributes:
-        pass_parents: of the nodes that have run and run next, the same in each row, the root
-            first: where in this list the parent is, -1 for the root. If the device chooses the
-            nodes, only the depths that follow from it are right.
+        prepared: what the drafter has prepared for the current pass.
+        all_noise: `noise` of all passes of a chain, one after the other.
     """
 
-    def __init__(self, drafts: Mapping[int, RowGrowth], plans: PassPlans):
-        super().__init__(drafts)
-        self.pass_parents = [-1]
+    def __init__(
+        self,
+        drafts: Mapping[int, RowGrowth],
+        plans: PassPlans,
+        passes: Sequence[DevicePass] | None = None,
+        constants: Sequence[Tensor] | None = None,
+    ):
+        self._drafts = drafts
         self._plans = plans
-        self._plan = [PassPlan(1, [0])]
-        self._queued: list[QueuedPass] = []
-        # (A, width, ...) of the nodes: their tokens; the entries of the pass before that they are,
-        # if the device chose them; the probability of reaching them, float64, 0 for padding; and
-        # the bits of `visible`.
+        first = DevicePass(list(drafts), PassPlan(1, [0]), None, 0, 1, 1, [-1])
+        self._passes = [first] if passes is None else passes
+        self._are_known = passes is not None
+        self._constants = None if constants is None else _Constants(constants)
+        self._ends: Tensor | None = None
+        self.prepared: Any = None
+        self.all_noise: Tensor | None = None
+        # Of each pass: tokens and chances, (A, width, levels, ranks), see `NextTokens`; the (A, w)
+        # entries of the pass before that were chosen to run, if the device chose them; and the
+        # (A * w, R) distributions that tokens were drawn from.
+        self._queued: list[tuple[Tensor, Tensor]] = []
+        self._chosen: list[Tensor] = []
+        self._probs: list[Tensor] = []
+        self._number = 0
+        # (A, width, ...) of the nodes: their tokens; the probability of reaching them, float64, 0
+        # for padding; and the bits of `visible`.
         self._tokens: Tensor | None = None
-        self._chosen: Tensor | None = None
         self._reach: Tensor | None = None
         self._bits: Tensor | None = None
         # How the nodes follow from the pass before: the places of the rows in it, None for the
-        # same; the entries that run now, None for all; its number of nodes, and of entries each.
+        # same; the entries that run now, None for all.
         self._row_places: Tensor | None = None
         self._index: Tensor | None = None
-        self._before = 1, 1
+
+    @property
+    def rows(self) -> list[int]:  # type: ignore[override]
+        """The rows that grow; none after the last pass."""
+        return self._pass.rows if self._number < len(self._passes) else []
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]
+        """Depth of the nodes."""
+        return self._pass.depth
+
+    @property
+    def pass_parents(self) -> list[int]:
+        """See `DevicePass.parents`."""
+        return self._pass.parents
 
     @property
     def tokens_on_device(self) -> bool:  # type: ignore[override]
         """True but for the roots."""
-        return self._tokens is not None
+        return self._number > 0
 
     @property
     def tokens(self) -> Tensor:
@@ -193,21 +114,37 @@ class DeviceGrowth(Growth):
         return None if self._bits is None else self._bits.flatten(0, 1)
 
     @property
+    def visible_bytes(self) -> int | None:
+        """Number of bytes per node of `visible`; None if it is None."""
+        bits = self._pass.plan.own_bits
+        return None if bits is None else bits.shape[1]
+
+    @property
+    def noise(self) -> Tensor | None:  # type: ignore[override]
+        """See `Growth`."""
+        if self.all_noise is None:
+            return None
+        counts = [len(p.rows) for p in self._passes]
+        return self.all_noise.split(counts)[self._number]
+
+    @property
     def parents(self) -> Tensor:
         """See `Growth`."""
         if self._tokens is None:
             return torch.arange(len(self.rows))
-        (before, entries), levels = self._before, self._plans.shape.levels_per_pass
+        before = self._passes[self._number - 1]
         rows, index, device = self._row_places, self._index, self._plans.device
+        entries = before.levels * before.num_ranks
         if rows is None:
             rows = torch.arange(len(self.rows), device=device)
         if index is None:
-            index = torch.arange(self._width * levels, device=device)
-        return (rows[:, None] * before + index[..., ::levels] // entries).flatten()
+            index = torch.arange(self._pass.plan.width * before.levels, device=device)
+        first = rows[:, None] * before.plan.width
+        return (first + index[..., :: before.levels] // entries).flatten()
 
     def num_nodes(self, row: int) -> int:
         """See `Growth`."""
-        return self._width
+        return self._pass.plan.width
 
     def paths(self) -> list[list[int]]:
         """Raise `NotImplementedError`: the host does not know the tokens."""
@@ -224,89 +161,106 @@ class DeviceGrowth(Growth):
     def add(self, following: NextTokens) -> None:
         """See `Growth`."""
         _, levels, num_ranks = following.tokens.shape
-        shape = len(self.rows), self._width, levels, num_ranks
-        if not self._queued:
-            deepest = max(draft.max_levels for draft in self._drafts.values())
-            self._plan = self._plans.of(num_ranks, deepest)
-        pair = following.tokens.view(shape), following.chances.view(shape)
-        plan = self._plan[len(self._queued)]
-        self._queued.append(QueuedPass(self.rows, plan, self._chosen, *pair, following.probs))
-        self.depth += levels
+        if not self._are_known:
+            limits = {row: draft.max_levels for row, draft in self._drafts.items()}
+            self._passes, self._are_known = self._plans.passes(limits, num_ranks), True
+        shape = len(self.rows), self._pass.plan.width, levels, num_ranks
+        self._queued.append((following.tokens.view(shape), following.chances.view(shape)))
+        if following.probs is not None:
+            self._probs.append(following.probs)
 
     def next_rows(self) -> list[int]:
         """See `Growth`."""
-        if len(self._queued) == len(self._plan):
-            return []
-        return [row for row in self.rows if self._drafts[row].max_levels > self.depth]
+        after = self._number + 1
+        return self._passes[after].rows if after < len(self._passes) else []
 
     def advance(self, rows: Sequence[int]) -> None:
         """See `Growth`; the device chooses the nodes."""
-        before, self.rows = self.rows, list(rows)
+        self._number += 1
         if not rows:
             return
-        tokens, chances = self._queued[-1].tokens, self._queued[-1].chances
-        self._row_places = None
-        if len(rows) < len(before):
-            places = [place for place, row in enumerate(before) if row in rows]
-            (index,) = send([torch.tensor(places)], tokens.device)
-            tokens, chances, self._row_places = tokens[index], chances[index], index
-            self._reach = None if self._reach is None else self._reach[index]
-            self._bits = None if self._bits is None else self._bits[index]
-        self._choose(self._plan[len(self._queued)], tokens, chances)
+        if self._constants is None:
+            host = self._plans.constants(self._passes)
+            self._constants = _Constants(send(host, self._plans.device) if host else [])
+        if self._number == 1 and self._pass.plan.own_bits is not None:
+            self._ends = self._constants.take(self._plans.ends)
+        tokens, chances = self._queued[-1]
+        self._row_places = places = self._constants.take(self._pass.places)
+        if places is not None:
+            tokens, chances = tokens[places], chances[places]
+            self._reach = None if self._reach is None else self._reach[places]
+            self._bits = None if self._bits is None else self._bits[places]
+        self._choose(self._pass.plan, tokens, chances)
 
-    def finish(self) -> None:
-        """See `Growth`; fetches all passes in one transfer."""
-        tensors: list[Tensor] = []
-        for queued in self._queued:
-            chosen = [] if queued.chosen is None else [queued.chosen]
-            tensors += [queued.tokens, queued.chances, *chosen]
-        lists = iter(fetch_all(tensors))
-        for number, queued in enumerate(self._queued):
-            tokens, chances = next(lists), next(lists)
-            picked: list[list[int]] = [] if queued.chosen is None else next(lists)
-            for place, row in enumerate(queued.rows):
-                draft, drawn_from = self._drafts[row], None
-                if queued.probs is not None:
-                    drawn_from = queued.probs.view(len(queued.rows), queued.plan.width, -1)[place]
-                picks = picked[place] if picked else queued.plan.picks or []
-                if number:
-                    # A whole tree expands all of its frontier.
-                    ran = None if draft.shape.whole else [draft.last_level[pick] for pick in picks]
-                    nodes = draft.begin_pass(ran)
-                else:
-                    # The pass over the root began with the growth.
-                    nodes = self._nodes[row]
-                draft.add_levels(nodes, NextLists(tokens[place], chances[place], drawn_from))
-        self._queued = []
+    def skip(self) -> None:
+        """Go on to the next pass on the host alone."""
+        self._number += 1
 
     @property
-    def _width(self) -> int:
-        return self._plan[len(self._queued)].width
+    def outputs(self) -> list[Tensor]:
+        """All results on the device: those to fetch as one vector, and the distributions."""
+        tensors = [tensor for pair in self._queued for tensor in pair]
+        return [packed([*tensors, *self._chosen]), *self._probs]
+
+    def finish(self, outputs: Sequence[Tensor] | None = None) -> None:
+        """Build the drafts from the `outputs`, fetched in one transfer.
+
+        If given, they are those of another growth over the same passes.
+        """
+        vector, *probs = self.outputs if outputs is None else outputs
+        lists = iter(fetch_packed(vector, self._kinds))
+        results = [(next(lists), next(lists)) for _ in self._passes]
+        for number, (done, (tokens, chances)) in enumerate(zip(self._passes, results, strict=True)):
+            picked = next(lists) if done.chooses else None
+            for place, row in enumerate(done.rows):
+                draft = self._drafts[row]
+                picks = done.plan.picks if picked is None else picked[place]
+                # A whole tree expands all of its frontier, and the first pass the root.
+                every = draft.shape.whole or not number
+                ran = None if every else [draft.last_level[pick] for pick in picks or []]
+                nodes = draft.begin_pass(ran)
+                drawn_from = None
+                if probs:
+                    drawn_from = probs[number].view(len(done.rows), done.plan.width, -1)[place]
+                draft.add_levels(nodes, NextLists(tokens[place], chances[place], drawn_from))
+
+    @property
+    def _kinds(self) -> list[tuple[Sequence[int], torch.dtype]]:
+        """Shapes and dtypes of the tensors in the first of the `outputs`."""
+        kinds: list[tuple[Sequence[int], torch.dtype]] = []
+        for done in self._passes:
+            shape = len(done.rows), done.plan.width, done.levels, done.num_ranks
+            kinds += [(shape, torch.int64), (shape, torch.float32)]
+        chosen = [p for p in self._passes if p.chooses]
+        return [*kinds, *(((len(p.rows), p.plan.width), torch.int64) for p in chosen)]
+
+    @property
+    def _pass(self) -> DevicePass:
+        return self._passes[self._number]
 
     def _choose(self, plan: PassPlan, tokens: Tensor, chances: Tensor) -> None:
         """Choose the nodes to run among (A, before, levels, ranks) entries."""
-        num_rows, before, levels, num_ranks = tokens.shape
-        entries = levels * num_ranks
-        first = len(self.pass_parents) - before
-        picks = [0] * plan.width if plan.picks is None else plan.picks[::levels]
-        self.pass_parents = [*self.pass_parents, *(first + pick // entries for pick in picks)]
-        index = None if plan.index is None else plan.index.expand(num_rows, -1)
-        self._chosen = None
-        if plan.own_bits is not None:
+        num_rows, num_ranks = len(tokens), tokens.shape[-1]
+        assert self._constants is not None, "sent before the second pass"
+        index = self._constants.take(plan.index)
+        index = None if index is None else index.expand(num_rows, -1)
+        own_bits = self._constants.take(plan.own_bits)
+        if own_bits is not None:
             reach = self._reached(tokens.flatten(1, 2), chances.flatten(1, 2))
             if plan.picks is None:
                 # Ties go to the first, as on the host, and the nodes run in the same order.
                 best = reach.sort(dim=1, descending=True, stable=True).indices[:, : plan.width]
-                index = self._chosen = best.sort(dim=1).values
+                index = best.sort(dim=1).values
+                self._chosen.append(index)
             self._reach = _picked(reach, index)
-            own_bits = plan.own_bits.expand(num_rows, -1, -1)
+            own_bits = own_bits.expand(num_rows, -1, -1)
             self._bits = _with_parents_bits(self._bits, index, own_bits, num_ranks)
         self._tokens = _picked(tokens.flatten(1), index)
-        self._index, self._before = index, (before, entries)
+        self._index = index
 
     def _reached(self, tokens: Tensor, chances: Tensor) -> Tensor:
         """Return (A, before * ranks) float64, the probability of reaching each child."""
-        shape, ends = self._plans.shape, self._plans.ends
+        shape, ends = self._plans.shape, self._ends
         # In the precision of the host, which prunes by the same rules.
         likely = chances.double()
         reach = likely if self._reach is None else likely * self._reach[..., None]

@@ -8,7 +8,8 @@
                 (transformers' dynamic speculation)
 `head`          stop after the first token for which the drafter's confidence head predicts an
                 acceptance probability below the threshold (DSpark; `hf_spec.methods.block.markov`)
-`measured`      stop where the next level does not pay (`hf_spec.drafting.cost_model`)
+`measured`      stop where the next level does not pay (`hf_spec.drafting.cost_model`); on a GPU
+                the depth follows from past rounds, before the draft
 ==============  ================================================================================
 
 `register_policy` adds others, such as DISCO's classifier. A policy decides after every drafted
@@ -21,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -57,7 +58,14 @@ class DraftedToken:
 
 @dataclass
 class LengthPolicy:
-    """Static length of `max_draft_tokens` tokens or tree levels; base class of the others."""
+    """Static length of `max_draft_tokens` tokens or tree levels; base class of the others.
+
+    Attributes:
+        plans_ahead: True if drafts that grow on the device do without `goes_on`, for which the host
+            would wait after every pass: the cost model has chosen their depth before.
+    """
+
+    plans_ahead: ClassVar[bool] = False
 
     max_draft_tokens: int
 
@@ -153,6 +161,8 @@ class MeasuredPolicy(LengthPolicy):
         level_cost: number of drafted levels -> cost of another one in tokens, at the current rate;
             None where it is unknown.
     """
+
+    plans_ahead = True
 
     level_cost: Callable[[int], float] | None = None
 

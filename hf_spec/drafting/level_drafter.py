@@ -14,9 +14,10 @@ draw. Option `sample_drafts` changes either.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,19 +25,25 @@ from torch import Tensor
 from hf_spec.backend.device import transfer
 from hf_spec.common.errors import OptionError, choices
 from hf_spec.drafting.config import AUTO, PolicyConfig
-from hf_spec.drafting.device_growth import DeviceGrowth, PassPlans
+from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
+from hf_spec.drafting.pass_plans import PassPlans
 from hf_spec.drafting.token_graph import TokenGraph, UnmergedTree
 from hf_spec.drafting.tree_growth import Growth, NextTokens, RowGrowth, TreeShape
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.logits_processors import NodeProcessors
+from hf_spec.engine.decode.logits_processors import PREFIX_FREE, NodeProcessors, RowProcessors
 from hf_spec.engine.decode.sampling import distribution, draw
 from hf_spec.engine.decode.verifiers import Verifier
+from hf_spec.engine.fast.cuda_graphs import StepGraphs
+from hf_spec.engine.fast.graph_shapes import Program
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.step import PackedStep
 
 TREES = ("chain", "dynamic")
+# Types of settings that are part of a key.
+PLAIN = {bool, int, float, str, type(None)}
 COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
 
 
@@ -139,6 +146,8 @@ class LevelDrafter(Drafter):
     draft_device = torch.device("cpu")
     _plans: PassPlans
     _vocab_size = 0
+    # R, from the first pass on.
+    _num_choices = 0
 
     def __init__(self, config: LevelConfig, policy: LengthPolicy, shape: TreeShape | None = None):
         self.config = config
@@ -159,6 +168,28 @@ class LevelDrafter(Drafter):
         """True if drafts can grow on the device: if it works asynchronously."""
         return self.draft_device.type in transfer.ASYNCHRONOUS
 
+    @property
+    def step_graphs(self) -> StepGraphs | None:
+        """CUDA graphs of the passes; None if a draft cannot be one graph.
+
+        Else `prepare_pass`, `step_inputs` and `program_key` are implemented, and `next_tokens` runs
+        one step of these graphs per pass, with `growth.prepared`.
+        """
+        return None
+
+    @property
+    def program_key(self) -> Hashable:
+        """Key of all that a pass computes, beyond shape and processors."""
+        return type(self)
+
+    def prepare_pass(self, state: GenerationState, growth: DeviceGrowth) -> Any:
+        """Prepare on the host what `next_tokens` needs in the current pass; count it as run."""
+        return None
+
+    def step_inputs(self, prepared: Any) -> tuple[Sequence[Tensor], PackedStep]:
+        """Return the step of a prepared pass, see `Program.steps`."""
+        raise NotImplementedError
+
     def token_ids(self, places: Tensor) -> Tensor:
         """Return the token ids of columns of `probabilities`."""
         return places if self.draft_vocab_ids is None else self.draft_vocab_ids[places]
@@ -171,10 +202,11 @@ class LevelDrafter(Drafter):
     def next_tokens(self, state: GenerationState, growth: Growth) -> NextTokens:
         """Return what may follow the nodes of `growth`: the top tokens, or draws."""
         probs = self.probabilities(state, growth)
+        self._num_choices = probs.shape[-1]
         scores = self.scores(state, growth, probs) if self.policy_stops else None
         num_ranks = min(self.shape.num_ranks, probs.shape[-1])
         if self.samples:
-            places = draw(probs, num_ranks)
+            places = draw(probs, num_ranks, growth.noise)
             chances = probs.gather(-1, places)
         else:
             chances, places = probs.topk(num_ranks, dim=-1)
@@ -188,7 +220,13 @@ class LevelDrafter(Drafter):
     @property
     def policy_stops(self) -> bool:
         """True if the length policy may end a draft between two passes."""
-        return type(self.policy).goes_on is not LengthPolicy.goes_on
+        decides = type(self.policy).goes_on is not LengthPolicy.goes_on
+        return decides and not (self.policy.plans_ahead and self.depth_is_planned)
+
+    @property
+    def depth_is_planned(self) -> bool:  # type: ignore[override]
+        """See `Drafter`."""
+        return self._fits_device_growth(self.max_depth)
 
     def processed(self, state: GenerationState, growth: Growth, logits: Tensor) -> Tensor:
         """Return the (M, R) float32 distributions of logits, after the call's processors.
@@ -276,8 +314,11 @@ class LevelDrafter(Drafter):
         return nodes
 
     def _grow(self, state: GenerationState, drafts: Mapping[int, RowGrowth]) -> None:
-        on_device = self._fits_device_growth(max(draft.max_levels for draft in drafts.values()))
-        growth = DeviceGrowth(drafts, self._plans) if on_device else Growth(drafts)
+        deepest = max(draft.max_levels for draft in drafts.values())
+        if not self.policy_stops and self._fits_device_growth(deepest):
+            self._grow_on_device(state, drafts)
+            return
+        growth = Growth(drafts)
         while growth.rows:
             growth.add(self.next_tokens(state, growth))
             rows = growth.next_rows()
@@ -285,13 +326,56 @@ class LevelDrafter(Drafter):
                 newest = [newest_token(row, drafts[row], state.generated[row]) for row in rows]
                 rows = list(compress(rows, self.policy.goes_on(newest)))
             growth.advance(rows)
-        growth.finish()
+
+    def _grow_on_device(self, state: GenerationState, drafts: Mapping[int, RowGrowth]) -> None:
+        """Queue all passes, one by one or as one graph, and fetch their results."""
+        graphs, processing = self.step_graphs, processors_key(state.processors)
+        if self.processors.is_identity:
+            processing = ()
+        if graphs is None or processing is None or not self._num_choices:
+            growth = DeviceGrowth(drafts, self._plans)
+            self._queue(state, growth)
+            growth.finish()
+            return
+        limits = {row: draft.max_levels for row, draft in drafts.items()}
+        num_ranks = min(self.shape.num_ranks, self._num_choices)
+        passes = self._plans.passes(limits, num_ranks)
+        growth, prepared = DeviceGrowth(drafts, self._plans, passes), []
+        while growth.rows:
+            prepared.append(self.prepare_pass(state, growth))
+            growth.skip()
+
+        def compute(constants: list[Tensor], noise: Tensor | None) -> list[Tensor]:
+            queued = DeviceGrowth(drafts, self._plans, passes, constants)
+            queued.all_noise = noise
+            self._queue(state, queued, prepared)
+            return queued.outputs
+
+        sizes = tuple(len(p.rows) for p in passes)
+        program = Program(
+            key=(self.program_key, self.shape, sizes, num_ranks, self.samples, processing),
+            steps=[self.step_inputs(part) for part in prepared],
+            compute=compute,
+            constants=self._plans.constants(passes),
+            noise=(sum(sizes), self._num_choices) if self.samples else None,
+        )
+        growth.finish(graphs.run_program(program))
+
+    def _queue(
+        self, state: GenerationState, growth: DeviceGrowth, prepared: Sequence[Any] | None = None
+    ) -> None:
+        """Queue all passes; by default each is prepared just before it."""
+        ready = None if prepared is None else iter(prepared)
+        while growth.rows:
+            growth.prepared = self.prepare_pass(state, growth) if ready is None else next(ready)
+            growth.add(self.next_tokens(state, growth))
+            growth.advance(growth.next_rows())
 
     def _fits_device_growth(self, depth: int) -> bool:
-        """Return True if drafts can grow without fetching any tokens in between."""
+        """Return True if drafts can grow without fetching tokens, unless a policy reads them."""
         # The number of drawn siblings that are sent depends on what was drawn before.
         drawn_tree = self.samples and self.shape.children > 1
-        if self.policy_stops or drawn_tree or self.processors.reads_prefix:
+        if drawn_tree or self.processors.reads_prefix:
             return False
         return self.supports_device_growth and self._plans.fit(depth)
 
@@ -302,6 +386,20 @@ class LevelDrafter(Drafter):
         spread = probs.new_zeros(len(probs), self._vocab_size)
         spread[:, self.draft_vocab_ids] = probs
         return spread
+
+
+def processors_key(processors: Sequence[Any]) -> Hashable | None:
+    """Return a key of what processors do to the scores of drafts; None without any such key.
+
+    Those that do not read scores alone are no part of it: they leave out drafts, or read prefixes.
+    """
+    if any(isinstance(processor, RowProcessors) for processor in processors):
+        # Rows begin with processors of their own.
+        return None
+    kept = [processor for processor in processors if type(processor) in PREFIX_FREE]
+    if not all(type(value) in PLAIN for processor in kept for value in vars(processor).values()):
+        return None
+    return tuple((type(processor), *sorted(vars(processor).items())) for processor in kept)
 
 
 def newest_token(row: int, draft: RowGrowth, generated: int) -> DraftedToken:

@@ -253,10 +253,12 @@ class Growth:
         visible: (M, bytes) uint8 as in `DeviceTokens`, the expanded nodes that each node descends
             from; None if `expanded_subtree` has the parents.
         tokens_on_device: True if the host does not know `tokens`.
+        noise: (M, R) exponential random numbers to draw tokens with; None to make new ones.
     """
 
     visible: Tensor | None = None
     tokens_on_device: bool = False
+    noise: Tensor | None = None
 
     def __init__(self, drafts: Mapping[int, RowGrowth]):
         self.depth = 0

@@ -33,7 +33,12 @@ from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import PoolCache
 from hf_spec.engine.forward.node_tokens import DeviceTokens, VirtualTokens
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.packing import PackedInputs, RectangularInputs, align_right
+from hf_spec.engine.forward.packing import (
+    PackedInputs,
+    PreparedPass,
+    RectangularInputs,
+    align_right,
+)
 from hf_spec.engine.forward.padded_batching import make_storage
 from hf_spec.engine.forward.row_batch import RowWork
 from hf_spec.engine.forward.step import PackedStep
@@ -193,16 +198,7 @@ class ModelRunner:
             Logits of the nodes, hidden states of everything that ran.
         """
         wanted = range(tree.num_nodes) if nodes is None else nodes
-        work = self.rows.plan(tree, sequences, wanted)
-        earlier: list[ForwardOutput] = []
-        longest = STEP_TOKENS if self._attention else PREFILL_CHUNK
-        while long := [w for w in work if len(w.pending) > longest]:
-            chunks = [
-                replace(w, pending=w.pending[:PREFILL_CHUNK], nodes=[], offsets=[], width=0)
-                for w in long
-            ]
-            earlier.append(self._run(chunks, tree))
-            work = self.rows.plan(tree, sequences, wanted)
+        work, earlier = self._run_prompts(tree, sequences, wanted)
         # Logits of virtual tokens are the next draft.
         output = self._run(work, tree, best_only=best_only and self._virtual_tokens is None)
         for chunk_output in reversed(earlier):
@@ -211,24 +207,50 @@ class ModelRunner:
 
     @property
     def supports_device_tokens(self) -> bool:
-        """Return True if `forward_device_tokens` is supported: packed steps on a GPU."""
+        """Return True if passes may have `DeviceTokens`: packed steps on a GPU."""
         device_draws = self.device.type in transfer.ASYNCHRONOUS and takes_packed(self.model)
         apart = self._mixers is not None or self._virtual_tokens is not None
         return device_draws and not apart and not self.rows.pads_inputs
 
-    def forward_device_tokens(
+    @property
+    def step_graphs(self) -> StepGraphs:
+        """CUDA graphs of the packed steps; only while active."""
+        assert self._graphs is not None, "forwards happen while active"
+        return self._graphs
+
+    def prepare(
         self,
         tree: DraftTree,
         sequences: Sequence[Sequence[int]],
         nodes: Sequence[int],
-        device_tokens: DeviceTokens,
-    ) -> ForwardOutput:
-        """Run nodes of the current round whose token ids only the device knows.
+        num_bytes: int | None = None,
+    ) -> PreparedPass:
+        """Prepare a packed pass, like `forward`, and count it as run; `run_prepared` runs it.
 
-        The tree's tokens are ignored. If `device_tokens.sees` is given its parents are ignored too,
-        only its depths count, and the storage must have no gaps (see `padded_batching`).
+        Several may be prepared before the first of them runs. Long prompts run here. If `num_bytes`
+        is given, the device computes that many bytes of `DeviceTokens.sees` per node. The parents
+        of the tree are then ignored, only its depths count, and the storage must have no gaps (see
+        `padded_batching`).
         """
-        return self._run(self.rows.plan(tree, sequences, nodes), tree, device_tokens)
+        assert self._attention is not None, "forwards happen while active"
+        work, _ = self._run_prompts(tree, sequences, nodes)
+        self.rows.pool.reserve(max(w.num_keys for w in work) + 1)
+        self.forwards += 1
+        prepared = self._prepare(self._attention, work, tree)
+        if num_bytes is not None:
+            count = len(prepared.inputs.tokens)
+            prepared.step.sees = torch.empty(count, num_bytes, dtype=torch.uint8)
+        self.rows.mark_ran(work)
+        return prepared
+
+    def run_prepared(
+        self, prepared: PreparedPass, device_tokens: DeviceTokens | None = None
+    ) -> ForwardOutput:
+        """Run a prepared pass; with `device_tokens`, the token ids of its tree are ignored."""
+        assert self._attention is not None, "forwards happen while active"
+        self._begin_pass()
+        with use_packed_linears(self.rounded, prepared.has_prompt), self._attention.active():
+            return self._run_packed(prepared, device_tokens)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Commit each row's accepted path; see `RowStorage.keep`."""
@@ -262,26 +284,39 @@ class ModelRunner:
         if self._mixers is not None:
             self._mixers.export(cache)
 
-    def _run(
-        self,
-        work: list[RowWork],
-        tree: DraftTree,
-        device_tokens: DeviceTokens | None = None,
-        best_only: bool = False,
-    ) -> ForwardOutput:
+    def _run_prompts(
+        self, tree: DraftTree, sequences: Sequence[Sequence[int]], nodes: Sequence[int]
+    ) -> tuple[list[RowWork], list[ForwardOutput]]:
+        """Run long prompts in chunks; return what is left to run, and the outputs of the chunks."""
+        work = self.rows.plan(tree, sequences, nodes)
+        earlier: list[ForwardOutput] = []
+        longest = STEP_TOKENS if self._attention else PREFILL_CHUNK
+        while long := [w for w in work if len(w.pending) > longest]:
+            chunks = [
+                replace(w, pending=w.pending[:PREFILL_CHUNK], nodes=[], offsets=[], width=0)
+                for w in long
+            ]
+            earlier.append(self._run(chunks, tree))
+            work = self.rows.plan(tree, sequences, nodes)
+        return work, earlier
+
+    def _begin_pass(self) -> None:
+        for linears in self._linears:
+            linears.refresh()
+        self._layers.begin_step()
+
+    def _run(self, work: list[RowWork], tree: DraftTree, best_only: bool = False) -> ForwardOutput:
         packed = self._attention
         # One entry more than needed: the padding of the rectangular path is stored there.
         self.rows.pool.reserve(max(w.num_keys for w in work) + 1)
         self.forwards += 1
-        for linears in self._linears:
-            linears.refresh()
-        self._layers.begin_step()
+        self._begin_pass()
         before = self.tokens_run
         prompt = any(w.stored == 0 for w in work)
         with use_packed_linears(self.rounded, prompt, self._head if best_only else None):
             if packed:
                 with packed.active():
-                    output = self._run_packed(packed, work, tree, device_tokens)
+                    output = self._run_packed(self._prepare(packed, work, tree))
             else:
                 run = partial(self._run_rectangular, work, tree)
                 # A failed pass may have changed recurrent states.
@@ -292,36 +327,37 @@ class ModelRunner:
         self.rows.mark_ran(work)
         return output
 
-    def _run_packed(
-        self,
-        attention: PackedAttention,
-        work: list[RowWork],
-        tree: DraftTree,
-        device_tokens: DeviceTokens | None,
-    ) -> ForwardOutput:
-        assert self._graphs is not None, "forwards happen while active"
+    def _prepare(
+        self, attention: PackedAttention, work: list[RowWork], tree: DraftTree
+    ) -> PreparedPass:
         inputs = self.rows.pack(work, tree)
         step = PackedStep(self.rows.pool, inputs.segments, attention.traits)
         count, heads = len(inputs.tokens), [*inputs.nodes, *inputs.head_padding]
         # One tensor is split, since creating small tensors is slow.
         numbers = torch.tensor([*inputs.tokens, *inputs.positions, *heads])
         tensors = [*numbers.split([count, count, len(heads)])]
-        acting = self._acting(tensors[0][None])
-        if device_tokens is not None:
-            tensors[0], step.sees = device_tokens.tokens, device_tokens.sees
         if self._scales_queries:
             tensors.append(torch.tensor(inputs.frame_positions(self.rows.paddings)))
         self.tokens_run += count
-        with self._by_row(work, tree, inputs):
+        return PreparedPass(work, tree, inputs, tensors, step)
+
+    def _run_packed(
+        self, prepared: PreparedPass, device_tokens: DeviceTokens | None = None
+    ) -> ForwardOutput:
+        inputs, step, tensors = prepared.inputs, prepared.step, list(prepared.tensors)
+        acting = self._acting(tensors[0][None])
+        if device_tokens is not None:
+            tensors[0], step.sees = device_tokens.tokens, device_tokens.sees
+        with self._by_row(prepared.work, prepared.tree, inputs):
             if acting is None:
-                logits, *hidden = self._graphs.run(self._compute, tensors, step)
+                logits, *hidden = self.step_graphs.run(self._compute, tensors, step)
             else:
                 # Hooks inside the layers differ from step to step, which graphs do not support.
                 with acting as gate:
-                    *tensors, step.gate = self._graphs.put([*tensors, gate], step)
+                    *tensors, step.gate = self.step_graphs.put([*tensors, gate], step)
                     logits, *hidden = self._compute(tensors, step)
         # The results of a graph end with those of its padding.
-        hidden = [states[:count] for states in hidden]
+        hidden = [states[: len(inputs.tokens)] for states in hidden]
         return self._output(logits[: len(inputs.nodes)], hidden, inputs)
 
     def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_spec.drafting.device_growth import WIDEST, DeviceGrowth, PassPlans
+from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
+from hf_spec.drafting.pass_plans import PassPlans
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.drafting.tree_growth import Growth, NextTokens, RowGrowth, TreeShape
@@ -187,30 +188,6 @@ def test_what_a_drawn_chain_comes_from() -> None:
         for depth, node in enumerate(nodes[:-1]):
             line = given[depth, row, tree.tokens[node] % SIZE]
             assert torch.equal(tree.draft_probs[node], line)
-
-
-@pytest.mark.parametrize(
-    ("shape", "fits"),
-    [
-        (TreeShape(), True),
-        (TreeShape(children=4, expanded_per_level=WIDEST), True),
-        (TreeShape(children=4, expanded_per_level=WIDEST + 1), False),
-        (TreeShape(children=2, expanded_per_level=256), True),
-        (TreeShape(merge_length=1), False),
-        (TreeShape(children=2, max_draft_nodes=10), False),
-        (TreeShape(children=2, max_draft_nodes=11), True),
-        (TreeShape(tree=RankTree.of([(0,), (0, 5), (0, 5, 1)])), True),
-    ],
-)
-def test_which_shapes_are_known_beforehand(shape: TreeShape, fits: bool) -> None:
-    assert PassPlans(shape, [], CPU).fit(5) == fits
-
-
-def test_ranks_beyond_the_vocabulary_are_left_out() -> None:
-    shape = TreeShape(tree=RankTree.of([(0,), (0, 5), (0, 5, 1), (0, 1), (0, 1, 0)]))
-    assert [plan.width for plan in PassPlans(shape, [], CPU).of(6, 9)] == [1, 1, 2]
-    assert [plan.width for plan in PassPlans(shape, [], CPU).of(3, 9)] == [1, 1, 1]
-    assert PassPlans(shape, [], CPU).of(6, 9)[2].picks == [1, 5]
 
 
 def test_who_asks_or_reads_watches() -> None:

@@ -179,8 +179,8 @@ MUTANTS = (
         "steps that run before a capture count as replays",
         area="cost model",
         file="hf_spec/engine/fast/cuda_graphs.py",
-        old="settles = shape.graph is None and shape.uses <= WARM_UPS",
-        new="settles = shape.graph is None and shape.uses == WARM_UPS",
+        old="settles = shape.graph is None and shape.uses <= shape.warm_ups",
+        new="settles = shape.graph is None and shape.uses == shape.warm_ups",
         tests=(
             "tests/backend/device/test_captured_graphs.py"
             "::test_length_policies_learn_the_times_of_replays",

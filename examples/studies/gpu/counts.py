@@ -23,6 +23,7 @@ import hf_spec
 from hf_spec.backend.device import graph_store
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
+from hf_spec.drafting.cost_model.cost_curves import Costs
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.loop import finish_step
@@ -44,12 +45,15 @@ class Case:
         assistant: makes the draft model or head, on the CPU.
         sampled: draw tokens, with top-k and top-p.
         model: name of the tiny target.
+        level_cost: time of a drafted level in steps of the target, for the default length policy:
+            times of a pretended device are not those of a real one.
     """
 
     config: Any
     assistant: Callable[[], Any] = lambda: None
     sampled: bool = False
     model: str = "llama"
+    level_cost: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ CASES = {
     "lookup, top-p": Case(hf_spec.LookupConfig(max_draft_tokens=5), sampled=True),
     "draft of 5": Case(hf_spec.DraftConfig(**FIVE), draft_model),
     "draft of 5, top-p": Case(hf_spec.DraftConfig(**FIVE), draft_model, sampled=True),
+    "draft, default policy": Case(hf_spec.DraftConfig(), draft_model, level_cost=0.2),
     "tree": Case(hf_spec.TreeConfig(length_policy="static", max_nodes=15), draft_model),
     "falcon": Case(hf_spec.FalconConfig(tree=tiny_models.wide_tree()), falcon_head),
     "eagle": Case(hf_spec.EagleConfig(**BEAM), eagle_head),
@@ -142,7 +147,8 @@ def decode(case: Case, model: Any, drafter: Drafter, gpu: FakeGpu) -> Counts:
                 waits = sum(gpu.waits.values()) + gpu.fetches
                 found.append((gpu.launches, waits, gpu.sends, gpu.sent_bytes, gpu.fetched_bytes))
         captures = target.graph_counts[1]
-        for runner in vars(drafter).values():
+        source = getattr(drafter, "_main", None)
+        for runner in vars(drafter if source is None else source.drafter).values():
             graphs = getattr(runner, "_graphs", None)
             captures += graphs.captures if graphs is not None else 0
     launches, waited, sends, sent, fetched = (float(median(c)) for c in zip(*found, strict=True))
@@ -158,7 +164,12 @@ def measure(name: str) -> Counts:
     with pytest.MonkeyPatch.context() as patch, pretended(patch) as gpu, recording(patch, gpu):
         model = on_gpu(tiny_models.build(case.model))
         moved = None if assistant is None else on_gpu(assistant)
-        drafter = make_drafter(case.config, model, moved)
+        drafter: Any = make_drafter(case.config, model, moved)
+        if case.level_cost is not None:
+            drafter._configured_costs = Costs(
+                lambda nodes: 1.0 + 0.02 * nodes,
+                {case.config.strategy: lambda depth: case.level_cost * depth},
+            )
         decode(case, model, drafter, gpu)
         return decode(case, model, drafter, gpu)
 

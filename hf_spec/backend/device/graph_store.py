@@ -21,6 +21,8 @@ _lock = threading.Lock()
 _stored: WeakKeyDictionary[nn.Module, StoredGraphs] = WeakKeyDictionary()
 # Models whose steps cannot be captured -> why.
 refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+# Models -> keys of programs that cannot be captured, although their steps can.
+refused_programs: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -72,6 +74,7 @@ def forget() -> None:
     """Free all stored graphs and forget earlier failures."""
     free()
     refusals.clear()
+    refused_programs.clear()
 
 
 def state_of(model: nn.Module) -> object:

@@ -7,6 +7,7 @@ PyTorch reuses pinned memory only after the device has read it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,9 +74,25 @@ def fetch_all(tensors: Sequence[Tensor]) -> list[list[Any]]:
 
     Integers must be below 2**24 to be exact in float32, as token ids are.
     """
-    host = _on_host(torch.cat([tensor.flatten().float() for tensor in tensors]))
-    parts = zip(host.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
-    return [part.view(tensor.shape).to(tensor.dtype).tolist() for part, tensor in parts]
+    return fetch_packed(packed(tensors), [(t.shape, t.dtype) for t in tensors])
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors of a device as one float32 vector, for `fetch_packed`."""
+    return torch.cat([tensor.flatten().float() for tensor in tensors])
+
+
+def fetch_packed(
+    vector: Tensor, kinds: Sequence[tuple[Sequence[int], torch.dtype]]
+) -> list[list[Any]]:
+    """Return `tolist()` of each of the `packed` tensors, given their shapes and dtypes.
+
+    One transfer; synchronizes with the device.
+    """
+    host = _on_host(vector)
+    sizes = [math.prod(shape) for shape, _ in kinds]
+    parts = zip(host[: sum(sizes)].split(sizes), kinds, strict=True)
+    return [part.view(*shape).to(dtype).tolist() for part, (shape, dtype) in parts]
 
 
 def _on_host(tensor: Tensor) -> Tensor:

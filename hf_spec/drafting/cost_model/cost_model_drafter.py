@@ -33,6 +33,7 @@ from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.kernel_layout import round_up
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.models.recurrent_layers import recurrent_share
 from hf_spec.engine.runner import ModelRunner
@@ -232,7 +233,10 @@ class CostModelDrafter(Drafter):
     ) -> dict[int, int]:
         """Return, per row, the depth to which an assistant drafts; 0 if it does not."""
         depths = plan.depths.get(source.name, {})
-        return {row: depths.get(row, 0) for row in max_depths}
+        if not source.drafter.depth_is_planned:
+            return {row: depths.get(row, 0) for row in max_depths}
+        # Few depths, since each is a CUDA graph.
+        return {row: min(most, round_up(depths.get(row, 0))) for row, most in max_depths.items()}
 
 
 class AdaptiveLengthDrafter(CostModelDrafter):
@@ -303,14 +307,15 @@ class AdaptiveLengthDrafter(CostModelDrafter):
         """Return the planned depths, and more for a policy that stops by itself."""
         if self._drafts_always:
             return dict(max_depths)
+        if self._policy is None or source.drafter.depth_is_planned:
+            return super()._draft_depths(source, plan, max_depths)
         depths = {row: depth for row, depth in plan.depths.get(source.name, {}).items() if depth}
-        factor = 1
-        if self._policy is not None:
-            factor = DEPTH_FACTOR
-            if depths:
-                rows = len(max_depths)
-                self._policy.level_cost = partial(plan.level_cost, source, len(depths), rows)
-        return {row: min(limit, factor * depths.get(row, 0)) for row, limit in max_depths.items()}
+        if depths:
+            rows = len(max_depths)
+            self._policy.level_cost = partial(plan.level_cost, source, len(depths), rows)
+        return {
+            row: min(limit, DEPTH_FACTOR * depths.get(row, 0)) for row, limit in max_depths.items()
+        }
 
 
 def adapt_length(

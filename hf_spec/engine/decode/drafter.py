@@ -41,6 +41,8 @@ class Drafter(CandidateGenerator, ABC):
         assisted_refusal_reason: why transformers' assisted decoding cannot use it; None if it can.
         virtual_tokens: embeddings of nodes with negative token ids; None if it proposes none.
         max_depth: depth of its deepest draft.
+        depth_is_planned: True if the depth of a draft must be known before its first pass, since
+            reading its tokens in between would make the host wait for the device.
         compile: overrides `hf_spec.compile` for the models of the call; None leaves it.
         counters: further counts by name, copied to `SpecStats.counters`.
     """
@@ -51,6 +53,7 @@ class Drafter(CandidateGenerator, ABC):
     assisted_refusal_reason: str | None = None
     virtual_tokens: VirtualTokens | None = None
     max_depth: int = sys.maxsize
+    depth_is_planned: bool = False
     compile: bool | None = None
     counters: Mapping[str, int] = MappingProxyType({})
     _generation: GenerationState | None = None

@@ -22,15 +22,16 @@ def distribution(scores: Tensor) -> Tensor:
     return probs.masked_fill(undefined, 0.0).scatter_add_(-1, best, undefined.to(probs.dtype))
 
 
-def draw(probs: Tensor, count: int = 1) -> Tensor:
+def draw(probs: Tensor, count: int = 1, noise: Tensor | None = None) -> Tensor:
     """Draw without replacement from each row of (M, V) `probs`: (M, count) int64.
 
     `torch.multinomial` checks its input, for which the host waits for a GPU. There an exponential
-    race is used, which has the same distribution, including the order of the draws.
+    race is used, which has the same distribution, including the order of the draws. `noise` are
+    its (M, V) exponential random numbers, if they exist already: a CUDA graph must not draw them.
     """
-    if probs.device.type == "cpu":
+    if noise is None and probs.device.type == "cpu":
         return torch.multinomial(probs, count)
-    return exponential_race(probs, count)
+    return exponential_race(probs, count, noise)
 
 
 def draw_or_none(probs: Tensor) -> Tensor:
@@ -46,6 +47,7 @@ def draw_or_none(probs: Tensor) -> Tensor:
     return drawn.masked_fill(undefined, -1)
 
 
-def exponential_race(rates: Tensor, count: int) -> Tensor:
+def exponential_race(rates: Tensor, count: int, noise: Tensor | None = None) -> Tensor:
     """Return the `count` earliest arrivals per row of (M, V) nonnegative `rates`, in order."""
-    return (rates / torch.empty_like(rates).exponential_()).topk(count, dim=-1).indices
+    waits = torch.empty_like(rates).exponential_() if noise is None else noise
+    return (rates / waits).topk(count, dim=-1).indices

@@ -8,14 +8,19 @@ grows, its addresses change and steps are captured again.
 
 A shape runs twice before it is captured; the second run raises if an operation synchronizes with
 the device. A step runs in the smallest captured shape that holds it.
+
+A `Program` is several steps with what is computed between them, such as all passes of a draft. It
+is one graph if that can be captured; else its steps run one by one.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -28,7 +33,15 @@ from hf_spec.backend.device.capture import NoWaits, WaitError, switch, warm_ups
 from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.backend.device.placement import looks_for_outliers
 from hf_spec.backend.device.transfer import send
-from hf_spec.engine.fast.graph_shapes import Bucket, Compute, Inputs, Shape
+from hf_spec.engine.fast.graph_shapes import (
+    Bucket,
+    Compute,
+    GraphInputs,
+    Inputs,
+    Program,
+    Shape,
+    ShapeCompute,
+)
 from hf_spec.engine.forward.kv_pool import MAX_RESERVED, KVPool
 from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.models.recurrent_layers import mixers_of
@@ -39,6 +52,8 @@ logger = logging.getLogger(__name__)
 DEVICES = {"cuda"}
 # Larger steps are not bound by launches, and lengths of prompts rarely repeat.
 MAX_TOKENS, MAX_QUERIES = 1024, 256
+# Most tokens of a row in the first step of a program. After a prompt, steps run one by one.
+MAX_PROGRAM_QUERIES = 32
 # Limits per model: graphs, and bytes of their outputs, which are mostly logits.
 MAX_GRAPHS, MAX_OUTPUT_BYTES = 32, 2**29
 # Extra tokens per slot for the last draft, which may exceed the maximum length.
@@ -46,6 +61,9 @@ DRAFT_ROOM = 64
 # Largest pool that is stored for later calls, in tokens of all slots.
 MAX_STORED_TOKENS = 2**16
 WARM_UPS = 2
+# A program runs step by step so often, then once as a whole, and then it is captured. Some shapes
+# occur once in a call, such as that of its last draft, for which steps are captured already.
+RUNS_BY_STEP = 1
 OUT_OF_MEMORY = "the device ran out of memory in this call"
 
 
@@ -151,27 +169,89 @@ class StepGraphs:
             OutOfMemoryError: if it occurs twice, or with recurrent layers, whose states a failed
                 step may have changed.
         """
+        if _thread.program is not None:
+            return _thread.program.run(compute, tensors, step.sees)
         run = partial(self._run, compute, tensors, step)
         return self._pool.retried(run) if self._can_repeat else run()
+
+    def run_program(self, program: Program) -> list[Tensor]:
+        """Run a program as one graph if possible; its outputs are valid until it runs again."""
+        outputs = None
+        if self.captures_programs and program.key is not None and self._fits_program(program):
+            outputs = self._pool.retried(partial(self._run_program, program))
+        return self._run_by_step(program) if outputs is None else outputs
+
+    @property
+    def captures_programs(self) -> bool:
+        """True if a program may run as one graph."""
+        return self._can_repeat and (self.refusal is None or switch.always_padded)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the steps."""
+        return self._device
 
     def _run(self, compute: Compute, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
         # A failed attempt may have marked layers.
         step.written.clear()
         if not self._is_padded(tensors, step):
             return compute(self.put(tensors, step), step)
-        inputs = Inputs(tensors, *step.on_host, step.sees)
+        inputs = GraphInputs([Inputs(tensors, *step.on_host, step.sees)])
+        outputs = self._run_shape(
+            inputs, lambda shape, pool: compute(shape.steps[0].inputs, shape.steps[0].step(pool))
+        )
+        assert outputs is not None, "a step runs in any case"
+        return outputs
+
+    def _run_program(self, program: Program) -> list[Tensor] | None:
+        """Run a program on fixed inputs; return None if it turns out that it cannot be captured."""
+
+        def compute(shape: Shape, pool: KVPool) -> list[Tensor]:
+            _thread.program = _RunningProgram(shape, pool)
+            try:
+                return program.compute(shape.constants, shape.noise)
+            finally:
+                _thread.program = None
+
+        if not self.captures_programs:
+            # After the device ran out of memory.
+            return None
+        return self._run_shape(program.inputs, compute)
+
+    def _run_by_step(self, program: Program) -> list[Tensor]:
+        constants = send(program.constants, self._device) if program.constants else []
+        return program.compute(constants, None)
+
+    def _fits_program(self, program: Program) -> bool:
+        if program.key in graph_store.refused_programs.get(self._model, ()):
+            return False
+        _, first = program.steps[0]
+        fits = all(starmap(self._is_padded, program.steps))
+        return fits and _longest(first) <= MAX_PROGRAM_QUERIES
+
+    def _run_shape(self, inputs: GraphInputs, compute: ShapeCompute) -> list[Tensor] | None:
         shape = self._fitting(inputs) or self._warming(inputs)
+        is_rare = shape.graph is None and shape.uses < RUNS_BY_STEP
+        if inputs.key is not None and (is_rare or shape.nbytes > MAX_OUTPUT_BYTES):
+            shape.uses += 1
+            warm_ups.count += is_rare
+            return None
         shape.fill(inputs)
-        settles = shape.graph is None and shape.uses <= WARM_UPS and self.refusal is None
+        settles = shape.graph is None and shape.uses <= shape.warm_ups and self.refusal is None
         warm_ups.count += settles
-        if shape.graph is None and shape.uses >= WARM_UPS and shape.nbytes <= MAX_OUTPUT_BYTES:
+        ready = shape.uses >= shape.warm_ups and shape.nbytes <= MAX_OUTPUT_BYTES
+        if shape.graph is None and ready:
             self._record(compute, shape)
         if shape.graph is not None:
             shape.graph.replay()
             self.replays += 1
             return shape.outputs
+        if inputs.key in graph_store.refused_programs.get(self._model, ()):
+            return None
         shape.uses += 1
         outputs = self._try(compute, shape)
+        if outputs is None:
+            return None
         shape.nbytes = sum(output.nbytes for output in outputs)
         return outputs
 
@@ -243,10 +323,9 @@ class StepGraphs:
     def _is_padded(self, tensors: Sequence[Tensor], step: PackedStep) -> bool:
         if self.refusal is not None and not switch.always_padded:
             return False
-        longest = max(segment.end - segment.start for segment in step.segments)
-        return len(tensors[0]) <= MAX_TOKENS and longest <= MAX_QUERIES
+        return len(tensors[0]) <= MAX_TOKENS and _longest(step) <= MAX_QUERIES
 
-    def _fitting(self, inputs: Inputs) -> Shape | None:
+    def _fitting(self, inputs: GraphInputs) -> Shape | None:
         bucket = min((bucket for bucket in self._recorded if bucket.holds(inputs)), default=None)
         if bucket is None:
             return None
@@ -254,25 +333,29 @@ class StepGraphs:
         shape = self._recorded[bucket] = self._recorded.pop(bucket)
         return shape
 
-    def _warming(self, inputs: Inputs) -> Shape:
+    def _warming(self, inputs: GraphInputs) -> Shape:
         bucket = Bucket.of(inputs)
         shape = self._warm.pop(bucket, None)
         shape = shape or Shape(bucket, inputs, self._pool.capacity, self._device)
+        shape.warm_ups = WARM_UPS if inputs.key is None else RUNS_BY_STEP + 1
         self._warm[bucket] = shape
         if len(self._warm) > MAX_GRAPHS:
             del self._warm[next(iter(self._warm))]
         return shape
 
-    def _try(self, compute: Compute, shape: Shape) -> list[Tensor]:
-        if self.refusal is None and shape.uses == WARM_UPS:
+    def _try(self, compute: ShapeCompute, shape: Shape) -> list[Tensor] | None:
+        """Run a shape; a program that waits for the device is refused, and returns None."""
+        if self.refusal is None and shape.uses == shape.warm_ups:
             try:
                 with NoWaits(self._device):
-                    return compute(shape.inputs, shape.step(self._pool))
+                    return compute(shape, self._pool)
             except WaitError as error:
-                self._refuse(_wait_reason(error))
-        return compute(shape.inputs, shape.step(self._pool))
+                self._refuse(shape, _wait_reason(error))
+                if shape.bucket.program is not None:
+                    return None
+        return compute(shape, self._pool)
 
-    def _record(self, compute: Compute, shape: Shape) -> None:
+    def _record(self, compute: ShapeCompute, shape: Shape) -> None:
         if self.refusal is not None:
             return
         if self._key is not None and self._state is None:
@@ -285,7 +368,7 @@ class StepGraphs:
             # Handled by `run`.
             raise
         except RuntimeError as error:
-            self._refuse(f"recording failed: {error}")
+            self._refuse(shape, f"recording failed: {error}")
             return
         self.captures += 1
         self._recorded[shape.bucket] = self._warm.pop(shape.bucket)
@@ -295,7 +378,14 @@ class StepGraphs:
     def _output_bytes(self) -> int:
         return sum(shape.nbytes for shape in self._recorded.values())
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, shape: Shape, reason: str) -> None:
+        """Capture no steps of the model from now on, or not the program of `shape`."""
+        if shape.bucket.program is not None:
+            self._warm.pop(shape.bucket, None)
+            refused = graph_store.refused_programs.setdefault(self._model, set())
+            refused.add(shape.key)
+            _log_once(type(self._model).__name__, f"between steps, {reason}", logging.WARNING)
+            return
         self.refusal = reason
         self.clear()
         graph_store.refusals[self._model] = reason
@@ -335,6 +425,37 @@ class ReadingGraphs(StepGraphs):
 
     def _release_buffers(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         return {}, {}
+
+
+class _Thread(threading.local):
+    # What this thread runs as one graph; its steps are not graphs of their own.
+    program: _RunningProgram | None = None
+
+
+_thread = _Thread()
+
+
+class _RunningProgram:
+    """The steps of a running program, whose inputs are in the buffers of a shape."""
+
+    def __init__(self, shape: Shape, pool: KVPool):
+        self._steps = iter(shape.steps)
+        self._pool = pool
+        self._first = True
+
+    def run(self, compute: Compute, tensors: Sequence[Tensor], sees: Tensor | None) -> list[Tensor]:
+        """Run the next step; what the program has computed for it replaces the placeholders."""
+        buffers = next(self._steps)
+        # Device tensors of the first step have been copied: a graph must not read where they are.
+        if not self._first:
+            buffers.fill(tensors, sees)
+        self._first = False
+        return compute(buffers.inputs, buffers.step(self._pool))
+
+
+def _longest(step: PackedStep) -> int:
+    """Return the most tokens of a segment."""
+    return max(segment.end - segment.start for segment in step.segments)
 
 
 def is_of_transformers(hook: Callable[..., Any]) -> bool:

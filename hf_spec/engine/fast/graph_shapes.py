@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from hf_spec_kernels import RaggedLayout
 from torch import Tensor
+from torch.nn import functional as F
 
 from hf_spec.backend.device.capture import recording
 from hf_spec.backend.device.transfer import PinnedBuffer
@@ -31,6 +32,9 @@ Compute = Callable[[list[Tensor], PackedStep], list[Tensor]]
 
 # Largest ratio of the tokens of a shape to those of a step that runs in it.
 MAX_GROWTH = 2
+# Room of the first step of a program, which runs what the round before has accepted: few graphs are
+# worth more than a few tokens of padding in one of the steps.
+FIRST_TOKENS = 8
 
 
 class _Variant(threading.local):
@@ -75,84 +79,223 @@ class Inputs:
         """Number of rows of each tensor."""
         return tuple(map(len, self.tensors))
 
-    @property
-    def hosted(self) -> list[Tensor]:
-        """The `tensors` that are on the host."""
-        return [tensor for tensor in self.tensors if tensor.device.type == "cpu"]
+    def hosted(self, bucket: StepBucket, capacity: int) -> list[Tensor]:
+        """Return all host tensors, padded: those of `tensors`, the slot mapping, the layout."""
+        tensors = [
+            torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+            for tensor, rows in zip(self.tensors, bucket.rows, strict=True)
+            if tensor.device.type == "cpu"
+        ]
+        added = bucket.sizes.tokens - self.places.shape[1]
+        layout = padded(self.layout, bucket.sizes, capacity)
+        return [*tensors, F.pad(self.places, (0, added), value=-1), *tensors_of(layout)]
+
+    def write(self, arrays: Iterator[Any], bucket: StepBucket) -> None:
+        """Write what `hosted` returns to NumPy arrays."""
+        for tensor in self.tensors:
+            if tensor.device.type == "cpu":
+                array = next(arrays)
+                array[: len(tensor)] = tensor.numpy()
+                array[len(tensor) :] = 0
+        places, count = next(arrays), self.places.shape[1]
+        places[:, :count] = self.places.numpy()
+        places[:, count:] = -1
+        layout = [next(arrays) for _ in tensors_of(self.layout)]
+        write_padded(self.layout, layout, bucket.sizes.tokens)
 
 
-class Bucket(NamedTuple):
-    """Sizes that a graph fixes: those of its layout, rows of its tensors, and their kinds."""
+@dataclass
+class GraphInputs:
+    """Inputs of a graph: those of one step, or of all steps of a `Program`.
+
+    Attributes:
+        steps: inputs of the steps. Of later steps, tensors on the device are placeholders for what
+            the program computes.
+        key, constants, noise: see `Program`.
+    """
+
+    steps: Sequence[Inputs]
+    key: Hashable = None
+    constants: Sequence[Tensor] = ()
+    noise: tuple[int, ...] | None = None
+
+    def hosted(self, bucket: Bucket, capacity: int) -> list[Tensor]:
+        """Return all host tensors: the constants, and those of each step, padded."""
+        pairs = zip(self.steps, bucket.steps, strict=True)
+        return [*self.constants, *(t for step, b in pairs for t in step.hosted(b, capacity))]
+
+    def write(self, arrays: Iterator[Any], bucket: Bucket) -> None:
+        """Write what `hosted` returns to NumPy arrays."""
+        for constant in self.constants:
+            next(arrays)[...] = constant.numpy()
+        for step, part in zip(self.steps, bucket.steps, strict=True):
+            step.write(arrays, part)
+
+
+class StepBucket(NamedTuple):
+    """Sizes that a graph fixes: those of a step's layout, rows of its tensors, and their kinds."""
 
     sizes: Sizes
     rows: tuple[int, ...]
     kinds: tuple[tuple[object, ...], ...]
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Bucket:
-        """Return the bucket of a step."""
-        return cls(Sizes.of(inputs.layout), tuple(map(round_up, inputs.rows)), inputs.kinds)
+    def of(cls, inputs: Inputs, smallest: int = 1) -> StepBucket:
+        """Return the bucket of a step, with room for the `smallest` number of tokens or more."""
+        rows = tuple(round_up(max(count, smallest)) for count in inputs.rows)
+        sizes = Sizes.of(inputs.layout, smallest, min(smallest, 2))
+        return cls(sizes, rows, inputs.kinds)
 
-    def holds(self, inputs: Inputs) -> bool:
+    def holds(self, inputs: Inputs, smallest: int = 1) -> bool:
         """Return True if a step fits, without much more work."""
         return (
             self.kinds == inputs.kinds
             and all(rows >= needed for rows, needed in zip(self.rows, inputs.rows, strict=True))
-            and self.sizes.tokens <= MAX_GROWTH * round_up(inputs.rows[0])
+            and self.sizes.tokens <= MAX_GROWTH * round_up(max(inputs.rows[0], smallest))
             and self.sizes.hold(inputs.layout)
         )
 
 
-class Shape:
-    """Fixed buffers of one shape of steps, and its graph once it is captured."""
+class Bucket(NamedTuple):
+    """Key of a graph: its program, None for a single step, and the buckets of its steps."""
 
-    def __init__(self, bucket: Bucket, inputs: Inputs, capacity: int, device: torch.device):
-        self.uses = self.nbytes = 0
-        self.bucket = bucket
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.outputs: list[Tensor] = []
-        self._device = device
-        kinds = [(rows, t) for rows, t in zip(bucket.rows, inputs.tensors, strict=True)]
-        wide = padded(inputs.layout, bucket.sizes, capacity)
-        hosted = [t.new_zeros(rows, *t.shape[1:]) for rows, t in kinds if t.device.type == "cpu"]
-        places = inputs.places.new_zeros(2, bucket.sizes.tokens)
-        like = [*hosted, places, *tensors_of(wide)]
-        self._buffer = PinnedBuffer(like, device)
-        # Steps are assembled here: slices of arrays are several times as fast as those of tensors.
-        self._staged = PinnedBuffer(like, torch.device("cpu"))
-        self._arrays = [tensor.numpy() for tensor in self._staged.tensors]
-        fixed = iter(self._buffer.tensors)
+    program: Hashable
+    steps: tuple[StepBucket, ...]
+
+    @classmethod
+    def of(cls, inputs: GraphInputs) -> Bucket:
+        """Return the bucket of a graph's inputs."""
+        steps = zip(inputs.steps, _smallest(inputs), strict=True)
+        return cls(_program_of(inputs), tuple(StepBucket.of(*step) for step in steps))
+
+    def holds(self, inputs: GraphInputs) -> bool:
+        """Return True if all steps fit."""
+        return (
+            self.program == _program_of(inputs)
+            and len(self.steps) == len(inputs.steps)
+            and all(map(StepBucket.holds, self.steps, inputs.steps, _smallest(inputs)))
+        )
+
+
+def _program_of(inputs: GraphInputs) -> Hashable:
+    if inputs.key is None:
+        return None
+    kinds = tuple((tensor.dtype, tensor.shape) for tensor in inputs.constants)
+    return inputs.key, kinds, inputs.noise
+
+
+def _smallest(inputs: GraphInputs) -> list[int]:
+    """Return the smallest number of tokens that each step has room for."""
+    first = 1 if inputs.key is None else FIRST_TOKENS
+    return [first] + [1] * (len(inputs.steps) - 1)
+
+
+class StepBuffers:
+    """Fixed buffers of one step of a graph; `fixed` are those that are sent from the host."""
+
+    def __init__(
+        self,
+        bucket: StepBucket,
+        inputs: Inputs,
+        fixed: Iterator[Tensor],
+        capacity: int,
+        device: torch.device,
+    ):
         self.inputs = [
             next(fixed) if t.device.type == "cpu" else t.new_zeros(rows, *t.shape[1:])
-            for rows, t in kinds
+            for t, rows in zip(inputs.tensors, bucket.rows, strict=True)
         ]
+        self._device = device
         self._places = next(fixed)
-        self._layout = with_tensors(wide, list(fixed))
+        wide = padded(inputs.layout, bucket.sizes, capacity)
+        self._layout = with_tensors(wide, [next(fixed) for _ in tensors_of(wide)])
 
-    def fill(self, inputs: Inputs) -> None:
-        """Copy the inputs of a step to the fixed addresses, those on the host in one transfer."""
-        hosted = inputs.hosted
-        for array, tensor in zip(self._arrays, hosted, strict=False):
-            array[: len(tensor)] = tensor.numpy()
-            array[len(tensor) :] = 0
-        places, *layout = self._arrays[len(hosted) :]
-        count = inputs.places.shape[1]
-        places[:, :count] = inputs.places.numpy()
-        places[:, count:] = -1
-        write_padded(inputs.layout, layout, self.bucket.sizes.tokens)
-        self._buffer.copy(self._staged)
-        for buffer, tensor in zip(self.inputs, inputs.tensors, strict=True):
+    def fill(self, tensors: Sequence[Tensor], sees: Tensor | None) -> None:
+        """Copy tensors of the device to the fixed addresses."""
+        for buffer, tensor in zip(self.inputs, tensors, strict=True):
             if tensor.device.type != "cpu":
+                assert buffer.dtype == tensor.dtype, "copies must not round"
                 buffer[: len(tensor)] = tensor
-        if (sees := inputs.sees) is not None:
+        if sees is not None:
             self._layout.bits[: sees.shape[0], : sees.shape[1]] = sees
 
     def step(self, pool: KVPool) -> PackedStep:
         """Return the step as the attention function reads it."""
         return PackedStep.of_layout(pool, self._layout, self._places, self._device)
 
-    def record(self, compute: Compute, pool: KVPool, memory: Any) -> None:
+
+class Shape:
+    """Fixed buffers of the inputs of one bucket, and its graph once it is captured.
+
+    Attributes:
+        uses, warm_ups: number of runs without a graph so far, and before it is captured.
+        nbytes: bytes of the outputs.
+        key: that of the program; None for a single step.
+        steps: buffers of each step.
+        constants, noise: see `Program`, on the device.
+    """
+
+    def __init__(self, bucket: Bucket, inputs: GraphInputs, capacity: int, device: torch.device):
+        self.uses = self.nbytes = self.warm_ups = 0
+        self.bucket, self.key = bucket, inputs.key
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.outputs: list[Tensor] = []
+        self._device = device
+        hosted = inputs.hosted(bucket, capacity)
+        self._buffer = PinnedBuffer(hosted, device)
+        # Inputs are assembled here: slices of arrays are several times as fast as those of tensors.
+        self._staged = PinnedBuffer(hosted, torch.device("cpu"))
+        self._arrays = [tensor.numpy() for tensor in self._staged.tensors]
+        fixed = iter(self._buffer.tensors)
+        self.constants = [next(fixed) for _ in inputs.constants]
+        self.steps = [
+            StepBuffers(part, step, fixed, capacity, device)
+            for part, step in zip(bucket.steps, inputs.steps, strict=True)
+        ]
+        self.noise = None if inputs.noise is None else torch.empty(inputs.noise, device=device)
+
+    def fill(self, inputs: GraphInputs) -> None:
+        """Copy inputs to the fixed addresses, those of the host in one transfer; draw noise."""
+        inputs.write(iter(self._arrays), self.bucket)
+        self._buffer.copy(self._staged)
+        first = inputs.steps[0]
+        self.steps[0].fill(first.tensors, first.sees)
+        if self.noise is not None:
+            self.noise.exponential_()
+
+    def record(self, compute: ShapeCompute, pool: KVPool, memory: Any) -> None:
         """Capture the launches of `compute` without running them."""
         with recording(self._device, memory) as graph:
-            self.outputs = compute(self.inputs, self.step(pool))
+            self.outputs = compute(self, pool)
         self.graph = graph
+
+
+# (fixed inputs, KV pool) -> outputs.
+ShapeCompute = Callable[[Shape, KVPool], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps of one model and what is computed between them, to be run as one graph.
+
+    Attributes:
+        key: hashable, equal for programs that launch the same for inputs of the same shapes; None
+            if the program cannot be captured.
+        steps: tensors and packed step of each step, see `GraphInputs`; steps by `StepGraphs.run`.
+        compute: (constants, noise) -> outputs, on the device. It runs the steps in order, by
+            `StepGraphs.run`, may be called several times, and must not synchronize with the device.
+        constants: host tensors that `compute` reads on the device.
+        noise: shape of the exponential random numbers that `compute` reads; None for none.
+    """
+
+    key: Hashable
+    steps: Sequence[tuple[Sequence[Tensor], PackedStep]]
+    compute: Callable[[list[Tensor], Tensor | None], list[Tensor]]
+    constants: Sequence[Tensor] = ()
+    noise: tuple[int, ...] | None = None
+
+    @property
+    def inputs(self) -> GraphInputs:
+        """All inputs."""
+        steps = [Inputs(tensors, *step.on_host, step.sees) for tensors, step in self.steps]
+        return GraphInputs(steps, self.key, self.constants, self.noise)

@@ -110,12 +110,13 @@ class Sizes(NamedTuple):
     max_queries: int
 
     @classmethod
-    def of(cls, layout: RaggedLayout) -> Sizes:
+    def of(cls, layout: RaggedLayout, min_tokens: int = 1, min_segments: int = 1) -> Sizes:
         """Return the sizes to pad the layout to, shared by layouts of similar size."""
-        tokens = round_up(layout.position.shape[0])
+        tokens = round_up(max(layout.position.shape[0], min_tokens))
+        segments = round_up(max(layout.slot.shape[0], min_segments))
         num_bytes = round_up(max(layout.bits.shape[1], 1))
         queries = round_up(_most_queries(layout, tokens))
-        return cls(tokens, round_up(layout.slot.shape[0]), num_bytes, queries)
+        return cls(tokens, segments, num_bytes, queries)
 
     def hold(self, layout: RaggedLayout) -> bool:
         """Return True if the layout can be padded to these sizes."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.row_batch import RowWork
+from hf_spec.engine.forward.step import PackedStep
 
 
 @dataclass
@@ -66,6 +67,27 @@ class RectangularInputs:
     key_positions: Tensor
     pending: dict[int, range] = field(default_factory=dict)
     nodes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PreparedPass:
+    """A packed forward pass that the host has prepared.
+
+    Attributes:
+        work, inputs: its tokens by row, and packed.
+        tensors, step: inputs of the model, on the host, and the attention step.
+    """
+
+    work: list[RowWork]
+    tree: DraftTree
+    inputs: PackedInputs
+    tensors: list[Tensor]
+    step: PackedStep
+
+    @property
+    def has_prompt(self) -> bool:
+        """True if a row had nothing stored before."""
+        return any(w.stored == 0 for w in self.work)
 
 
 def pack(work: Sequence[RowWork], tree: DraftTree) -> PackedInputs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
@@ -15,15 +15,19 @@ from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError, choices
 from hf_spec.drafting.config import AUTO, AssistantConfig
+from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth
 from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.packing import PreparedPass
 from hf_spec.engine.forward.padded_batching import BATCHING
+from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
@@ -170,20 +174,51 @@ class DraftModelDrafter(LevelDrafter):
         has_bits = self.shape.children == 1 or not BATCHING[self.config.batching].pads_kv
         return has_bits and self._runner.supports_device_tokens
 
+    @property
+    def step_graphs(self) -> StepGraphs | None:
+        """Those of the draft model, if it is on the target's device."""
+        graphs = self._runner.step_graphs
+        return graphs if graphs.captures_programs and graphs.device == self._plans.device else None
+
+    @property
+    def program_key(self) -> Hashable:
+        """See `LevelDrafter`; also whether the head returns few logits."""
+        return super().program_key, self._restricted_head is not None
+
+    def prepare_pass(self, state: GenerationState, growth: DeviceGrowth) -> PreparedPass:
+        """See `LevelDrafter`."""
+        tree, nodes = self._nodes_of(state, growth)
+        return self._runner.prepare(tree, state.tokens, nodes, growth.visible_bytes)
+
+    def step_inputs(self, prepared: PreparedPass) -> tuple[Sequence[Tensor], PackedStep]:
+        """See `LevelDrafter`."""
+        return prepared.tensors, prepared.step
+
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
         """Return the (M, R) distributions of the draft model, from one forward pass."""
-        drafts = {row: growth.expanded_subtree(row) for row in growth.rows}
-        tree = DraftTree.from_drafts(drafts, state.num_rows)
-        nodes = [n for row in growth.rows for n in tree.nodes(row)[-growth.num_nodes(row) :]]
-        # A processor that reads token ids needs the logits of all tokens.
-        head = None if self.processors.reads_tokens else self._head
+        head = self._restricted_head
         with nullcontext() if head is None else head.restrict_logits():
-            if growth.tokens_on_device:
-                tokens = DeviceTokens(growth.tokens, growth.visible).to(self._runner.device)
-                output = self._runner.forward_device_tokens(tree, state.tokens, nodes, tokens)
+            if isinstance(growth, DeviceGrowth):
+                tokens = None
+                if growth.tokens_on_device:
+                    tokens = DeviceTokens(growth.tokens, growth.visible).to(self._runner.device)
+                output = self._runner.run_prepared(growth.prepared, tokens)
             else:
+                tree, nodes = self._nodes_of(state, growth)
                 output = self._runner.forward(tree, state.tokens, nodes)
         return self.processed(state, growth, output.logits.to(state.device, torch.float32))
+
+    @property
+    def _restricted_head(self) -> FewTokensHead | None:
+        """The head, if it returns the logits of its own tokens only."""
+        # A processor that reads token ids needs the logits of all tokens.
+        return None if self.processors.reads_tokens else self._head
+
+    def _nodes_of(self, state: GenerationState, growth: Growth) -> tuple[DraftTree, list[int]]:
+        """Return the nodes that have run or run now as a tree, and which of them run now."""
+        drafts = {row: growth.expanded_subtree(row) for row in growth.rows}
+        tree = DraftTree.from_drafts(drafts, state.num_rows)
+        return tree, [n for row in growth.rows for n in tree.nodes(row)[-growth.num_nodes(row) :]]
 
 
 def _step_bytes(model: PreTrainedModel) -> int:

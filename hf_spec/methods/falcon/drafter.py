@@ -39,6 +39,7 @@ from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import NodeProcessors
 from hf_spec.engine.forward.draft_tree import likeliest
+from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.methods.falcon.head import METHOD, FalconHead
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.feature_pairs.runner import check_packed
@@ -152,10 +153,15 @@ class FalconDrafter(PairDrafter):
         super().start(state)
         # The head's distributions are used as they are.
         self.processors = NodeProcessors([], state.num_rows)
+        # On the head's device as long as the head lives: CUDA graphs of the head read them.
+        key = "lists of ranks", self.tree, self.draft_device
+        self._indices = cached_per_model(self.head.attention, key, self._send_indices)
+
+    def _send_indices(self) -> list[tuple[Tensor | None, Tensor | None]]:
         indices = [index for lists in self._lists for index in (lists.index, lists.places)]
         sent = iter(send([i for i in indices if i is not None], self.draft_device))
         on_device = [None if index is None else next(sent) for index in indices]
-        self._indices = list(zip(on_device[::2], on_device[1::2], strict=True))
+        return list(zip(on_device[::2], on_device[1::2], strict=True))
 
     def next_tokens(self, state: GenerationState, growth: Growth) -> NextTokens:
         """Return the lists of the next k levels below each node, from one pass."""
@@ -167,6 +173,7 @@ class FalconDrafter(PairDrafter):
             outputs = outputs[:, index]
         num_ranks = self.shape.num_ranks
         tokens, chances, probs = self._runner.top_tokens(outputs.flatten(0, 1), num_ranks)
+        self._num_choices = probs.shape[-1]
         scores: Tensor | None = None
         if self.policy_stops:
             depths = [growth.depth + output % size for output in lists.outputs]

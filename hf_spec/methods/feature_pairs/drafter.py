@@ -8,21 +8,31 @@ cache; those of draft nodes are overwritten in the next round.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_spec.backend.device.transfer import send
+from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth, TreeShape
 from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.fast.cuda_graphs import StepGraphs, obstacle
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.step import PackedStep
 from hf_spec.methods.feature_pairs.draft_head import PairHead, State
-from hf_spec.methods.feature_pairs.runner import HeadRunner, PairRow, draft_blocks, extend_rows
+from hf_spec.methods.feature_pairs.runner import (
+    Blocks,
+    HeadRunner,
+    PairRow,
+    PreparedPairs,
+    draft_blocks,
+    extend_rows,
+)
 
 
 class PairDrafter(LevelDrafter):
@@ -74,6 +84,7 @@ class PairDrafter(LevelDrafter):
             self.restrict_vocabulary(vocabulary.to(state.device), self.head.head.full_size)
         self._runner = HeadRunner(self.head, state.num_rows, state.expected_length)
         self.draft_device = self.head.attention.device
+        self._head_obstacle = obstacle(self.head.head)
         self._no_features = torch.zeros(0, self.head.hidden_size, device=self.draft_device)
         self._rows = [PairRow(row, self._no_features) for row in range(state.num_rows)]
         self._root_positions = [0] * state.num_rows
@@ -129,6 +140,33 @@ class PairDrafter(LevelDrafter):
         logits = reader(outputs) if self.processors.reads_tokens else reader.draft_logits(outputs)
         return self.processed(state, growth, logits.to(state.device, torch.float32))
 
+    @property
+    def step_graphs(self) -> StepGraphs | None:
+        """Those of the head, if it is on the target's device and has neither states nor masks."""
+        graphs = self._runner.step_graphs
+        alone = self.head.shape.recurrent or self._one_pass or self._head_obstacle is not None
+        ready = graphs.captures_programs and graphs.device == self._plans.device
+        return None if alone or not ready else graphs
+
+    @property
+    def program_key(self) -> Hashable:
+        """See `LevelDrafter`; also whether the head returns the logits of all tokens."""
+        return super().program_key, self.processors.reads_tokens
+
+    def prepare_pass(self, state: GenerationState, growth: DeviceGrowth) -> PreparedPairs | None:
+        """See `LevelDrafter`."""
+        if self.head.shape.recurrent or self._one_pass:
+            return None
+        rows = [self._rows[row] for row in growth.rows]
+        if growth.depth == 0:
+            return self._runner.prepare_feed(rows, state.tokens)
+        blocks, seen = self._blocks(growth), growth.visible_bytes
+        return self._runner.prepare_grow(rows, blocks, self._outputs, seen)
+
+    def step_inputs(self, prepared: PreparedPairs) -> tuple[Sequence[Tensor], PackedStep]:
+        """See `LevelDrafter`."""
+        return prepared.tensors, prepared.step
+
     def run_blocks(self, state: GenerationState, growth: Growth) -> Tensor:
         """Run a block for each of the N nodes; return (N, k, H) predicted features.
 
@@ -136,22 +174,35 @@ class PairDrafter(LevelDrafter):
         The others have the drafted tokens, and the features predicted for their parents' blocks.
         """
         rows = [self._rows[row] for row in growth.rows]
+        prepared = growth.prepared if isinstance(growth, DeviceGrowth) else None
+        tokens, features = None, None
         if growth.depth == 0:
             self._fed_rows = list(growth.rows)
-            self._outputs, self._state = self._runner.feed(rows, state.tokens, self._num_masks)
-            return self._outputs
-        tokens, parents = growth.inputs_on(self.draft_device)
+            if prepared is None:
+                self._outputs, self._state = self._runner.feed(rows, state.tokens, self._num_masks)
+                return self._outputs
+            self._state = None
+        else:
+            on_device, parents = growth.inputs_on(self.draft_device)
+            visible = None if growth.visible is None else growth.visible.to(self.draft_device)
+            tokens = DeviceTokens(on_device, visible)
+            features = self._outputs[parents].flatten(0, 1)
+            if self._state is not None:
+                hidden, cell = (part[:, parents] for part in self._state)
+                self._state = hidden, cell
+            if prepared is None:
+                self._outputs, self._state = self._runner.grow(
+                    rows, self._blocks(growth), tokens, features, self._state
+                )
+                return self._outputs
+        outputs = self._runner.run_prepared(prepared, tokens, features)
+        self._outputs = outputs.view(-1, self.head.shape.block_size, outputs.shape[-1])
+        return self._outputs
+
+    def _blocks(self, growth: Growth) -> list[Blocks]:
+        """Return per row the blocks that run now."""
         size = self.head.shape.block_size
-        blocks = [
+        return [
             draft_blocks(tuple(growth.expanded_subtree(row)[1]), growth.num_nodes(row), size)
             for row in growth.rows
         ]
-        features = self._outputs[parents].flatten(0, 1)
-        if self._state is not None:
-            hidden, cell = (part[:, parents] for part in self._state)
-            self._state = hidden, cell
-        visible = None if growth.visible is None else growth.visible.to(self.draft_device)
-        self._outputs, self._state = self._runner.grow(
-            rows, blocks, DeviceTokens(tokens, visible), features, self._state
-        )
-        return self._outputs

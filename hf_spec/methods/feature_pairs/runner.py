@@ -16,6 +16,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -79,6 +80,20 @@ def extend_rows(rows: Sequence[PairRow], features: Sequence[Tensor]) -> None:
     for (row, new), extended in zip(pairs, features, strict=True):
         row.features = extended
         row.num_pairs += len(new)
+
+
+@dataclass(frozen=True)
+class PreparedPairs:
+    """A pass over T pairs without an LSTM state that the host has prepared.
+
+    Attributes:
+        step: the attention step.
+        tensors: (T,) tokens and positions on the host, (T, H) features on the device, and of a feed
+            the indices of the newest pairs.
+    """
+
+    step: PackedStep
+    tensors: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -147,6 +162,11 @@ class HeadRunner:
             stack.callback(self._graphs.close)
             yield self
 
+    @property
+    def step_graphs(self) -> StepGraphs:
+        """CUDA graphs of the passes; only while active."""
+        return self._graphs
+
     @use_packed_linears(rounded=True)
     def feed(
         self, rows: Sequence[PairRow], texts: Sequence[Sequence[int]], num_masks: int = 0
@@ -160,22 +180,22 @@ class HeadRunner:
             (A, k + M, H), predictions of the newest k pairs of each row and of the mask pairs; and
             the LSTM's state after them.
         """
-        size = self._size
+        if not self.head.shape.recurrent:
+            outputs = self.run_prepared(self.prepare_feed(rows, texts, num_masks))
+            return outputs.view(len(rows), -1, outputs.shape[-1]), None
+        spans = self._run_long_spans(rows, texts)
+        outputs, state = self._run_recurrent(spans, texts)
+        self._drop_features(rows)
+        parts = outputs.split([end - begin for _, begin, end in spans])
+        return torch.stack([part[-self._size :] for part in parts]), state
 
-        def span(row: PairRow) -> Span:
-            begin = min(row.stored, row.num_pairs - size)
-            # The grid of blocks is counted from the newest pair, also where a prompt is cut.
-            left = -(-max(0, row.num_pairs - begin - FEED_CHUNK) // size) * size
-            return row, begin, row.num_pairs - left
-
-        while long := [chunk for chunk in map(span, rows) if chunk[2] < chunk[0].num_pairs]:
-            self._run_spans(long, texts)
-        spans = [span(row) for row in rows]
-        outputs, state = self._run_spans(spans, texts, num_masks)
-        for row in rows:
-            row.features = row.features[len(row.features) - size + 1 :]
-        parts = outputs.split([end - first + num_masks for _, first, end in spans])
-        return torch.stack([part[-size - num_masks :] for part in parts]), state
+    def prepare_feed(
+        self, rows: Sequence[PairRow], texts: Sequence[Sequence[int]], num_masks: int = 0
+    ) -> PreparedPairs:
+        """Prepare the pass of `feed`, and count its pairs as stored; long prompts run here."""
+        prepared = self._prepare_spans(self._run_long_spans(rows, texts), texts, num_masks)
+        self._drop_features(rows)
+        return prepared
 
     @use_packed_linears(rounded=True)
     def grow(
@@ -194,17 +214,46 @@ class HeadRunner:
         Returns:
             (N, k, H) predicted features, and the LSTM's state after each block.
         """
-        segments: list[Segment] = []
-        for row, row_blocks in zip(rows, blocks, strict=True):
-            start = segments[-1].end if segments else 0
-            segments.append(self._block_segment(row, row_blocks, start))
         if self.head.shape.recurrent:
             blocks_of = features.unflatten(0, (-1, self._size))
             mixed, state = self.head.mix(tokens.tokens.view(-1, self._size), blocks_of, state)
-            outputs = self.attend(mixed.flatten(0, 1), segments)
+            outputs = self.attend(mixed.flatten(0, 1), self._block_segments(rows, blocks))
         else:
-            outputs = self._run(tokens, features, segments)
+            outputs = self.run_prepared(self.prepare_grow(rows, blocks, features), tokens, features)
         return outputs.view(-1, self._size, outputs.shape[-1]), state
+
+    def prepare_grow(
+        self,
+        rows: Sequence[PairRow],
+        blocks: Sequence[Blocks],
+        like: Tensor,
+        num_bytes: int | None = None,
+    ) -> PreparedPairs:
+        """Prepare the pass of `grow` on features `like` these; see also `ModelRunner.prepare`."""
+        step, positions = self._begin(self._block_segments(rows, blocks))
+        if num_bytes is not None:
+            step.sees = torch.empty(len(positions), num_bytes, dtype=torch.uint8)
+        features = like.new_empty(len(positions), like.shape[-1])
+        return PreparedPairs(step, [torch.zeros_like(positions), positions, features])
+
+    @use_packed_linears(rounded=True)
+    def run_prepared(
+        self,
+        prepared: PreparedPairs,
+        tokens: DeviceTokens | None = None,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """Run a prepared pass; return (T, H) predicted features, of a feed the newest ones.
+
+        `tokens` and `features` are those of `grow`.
+        """
+        self._layers.begin_step()
+        step, tensors = prepared.step, list(prepared.tensors)
+        if tokens is not None and features is not None:
+            tensors[0], step.sees, tensors[2] = tokens.tokens, tokens.sees, features
+        (outputs,) = self._graphs.run(self._compute, tensors, step)
+        # The results of a graph end with those of its padding.
+        return outputs[: len(tensors[-1])]
 
     @use_packed_linears(rounded=True)
     def attend(self, mixed: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -213,6 +262,7 @@ class HeadRunner:
         The pairs of a segment are stored in the last of the slots that it sees.
         """
         step, positions = self._begin(segments)
+        self._layers.begin_step()
 
         def run() -> Tensor:
             # A failed attempt may have marked layers.
@@ -233,25 +283,20 @@ class HeadRunner:
 
     def _begin(self, segments: Sequence[Segment]) -> tuple[PackedStep, Tensor]:
         self.forwards += 1
-        self._layers.begin_step()
         self.pool.reserve(max(segment.num_keys for segment in segments))
         positions = torch.cat([segment.position for segment in segments])
         return PackedStep(self.pool, segments), positions
 
-    def _run(self, tokens: DeviceTokens, features: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Run (T,) tokens and (T, H) features without an LSTM state in one packed pass."""
-        step, positions = self._begin(segments)
-        step.sees = tokens.sees
-        (outputs,) = self._graphs.run(self._compute, [tokens.tokens, positions, features], step)
-        return outputs[: len(tokens.tokens)]
-
     def _compute(self, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
-        """Run tokens at positions with features, or mixed pairs at positions."""
+        """Run tokens at positions with features, or mixed pairs at positions.
+
+        A fourth tensor are the indices of the outputs to return.
+        """
         self._layers.refresh()
-        pairs, positions, *features = tensors
+        pairs, positions, *others = tensors
         mixed = pairs[None]
-        if features:
-            mixed, _ = self.head.mix(mixed, features[0][None])
+        if others:
+            mixed, _ = self.head.mix(mixed, others[0][None])
         # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
         mask = mixed.new_ones(1, 1, 1, 1, dtype=torch.bool)
         where: dict[str, Any] = {"attention_mask": mask, "position_ids": positions[None]}
@@ -261,18 +306,31 @@ class HeadRunner:
             outputs = self.head.attend(mixed, spec_step=step, **where)
         step.check(self.head.attention, self.head.shape.num_layers)
         self._layers.end_step(step.written)
-        return [outputs[0]]
+        return [outputs[0][others[1]] if len(others) > 1 else outputs[0]]
 
-    def _run_spans(
+    def _run_long_spans(
+        self, rows: Sequence[PairRow], texts: Sequence[Sequence[int]]
+    ) -> list[Span]:
+        """Run long prompts in chunks; return the pairs that are left to run."""
+        size = self._size
+
+        def span(row: PairRow) -> Span:
+            begin = min(row.stored, row.num_pairs - size)
+            # The grid of blocks is counted from the newest pair, also where a prompt is cut.
+            left = -(-max(0, row.num_pairs - begin - FEED_CHUNK) // size) * size
+            return row, begin, row.num_pairs - left
+
+        while long := [chunk for chunk in map(span, rows) if chunk[2] < chunk[0].num_pairs]:
+            if self.head.shape.recurrent:
+                self._run_recurrent(long, texts)
+            else:
+                self.run_prepared(self._prepare_spans(long, texts))
+        return [span(row) for row in rows]
+
+    def _prepare_spans(
         self, spans: Sequence[Span], texts: Sequence[Sequence[int]], num_masks: int = 0
-    ) -> tuple[Tensor, State | None]:
-        segments, start = [], 0
-        for row, begin, end in spans:
-            segments.append(self.pair_segment(row, begin, end + num_masks, start))
-            row.stored, start = end, segments[-1].end
-        if self.head.shape.recurrent:
-            mixed, state = self._mix(spans, texts)
-            return self.attend(mixed, segments), state
+    ) -> PreparedPairs:
+        segments = self._pair_segments(spans, num_masks)
         tokens: list[int] = []
         features: list[Tensor] = []
         for row, begin, end in spans:
@@ -283,7 +341,42 @@ class HeadRunner:
                 tokens += [token] * num_masks
                 features.append(feature.expand(num_masks, -1))
         joined = features[0] if len(features) == 1 else torch.cat(features)
-        return self._run(DeviceTokens(torch.tensor(tokens)), joined, segments), None
+        step, positions = self._begin(segments)
+        newest = torch.tensor(self._newest(spans, num_masks))
+        return PreparedPairs(step, [torch.tensor(tokens), positions, joined, newest])
+
+    def _run_recurrent(
+        self, spans: Sequence[Span], texts: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, State]:
+        segments = self._pair_segments(spans)
+        mixed, state = self._mix(spans, texts)
+        return self.attend(mixed, segments), state
+
+    def _pair_segments(self, spans: Sequence[Span], num_masks: int = 0) -> list[Segment]:
+        """Return the segments of true pairs, which count as stored, and of mask pairs."""
+        segments, start = [], 0
+        for row, begin, end in spans:
+            segments.append(self.pair_segment(row, begin, end + num_masks, start))
+            row.stored, start = end, segments[-1].end
+        return segments
+
+    def _newest(self, spans: Sequence[Span], num_masks: int = 0) -> list[int]:
+        """Return the indices of the newest k pairs of each span, and of mask pairs after them."""
+        ends = accumulate(end - begin + num_masks for _, begin, end in spans)
+        count = self._size + num_masks
+        return [index for end in ends for index in range(max(0, end - count), end)]
+
+    def _drop_features(self, rows: Sequence[PairRow]) -> None:
+        """Drop the features of pairs that do not run again."""
+        for row in rows:
+            row.features = row.features[len(row.features) - self._size + 1 :]
+
+    def _block_segments(self, rows: Sequence[PairRow], blocks: Sequence[Blocks]) -> list[Segment]:
+        segments: list[Segment] = []
+        for row, row_blocks in zip(rows, blocks, strict=True):
+            start = segments[-1].end if segments else 0
+            segments.append(self._block_segment(row, row_blocks, start))
+        return segments
 
     def _mix(self, spans: Sequence[Span], texts: Sequence[Sequence[int]]) -> tuple[Tensor, State]:
         """Return (T, H) mixed pairs of the spans, and the states after them."""

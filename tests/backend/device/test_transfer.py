@@ -246,7 +246,7 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.by_default(
-    num_rows=(4,), case=lambda case: case.recorded and case.strategy in ("draft", "eagle", "falcon")
+    num_rows=(4,), case=lambda case: case.recorded and case.strategy == "falcon"
 )
 @pytest.mark.parametrize("num_rows", [1, 4])
 @pytest.mark.parametrize("case", CASES, ids=name_of)

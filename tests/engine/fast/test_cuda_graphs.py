@@ -53,7 +53,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     create = step_graphs.Shape.__init__
 
     def remember(self: Any, bucket: Any, inputs: Any, *rest: Any) -> None:
-        found.append((type(self), inputs.places.shape[1]))
+        found.append((type(self), inputs.steps[0].places.shape[1]))
         create(self, bucket, inputs, *rest)
 
     monkeypatch.setattr(step_graphs.Shape, "__init__", remember)
@@ -115,12 +115,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def record(self: Any, compute: Any, pool: Any, memory: Any) -> None:
         bound = standing(pool)
-        self.outputs = [
-            torch.full_like(t, torch.nan) for t in compute(self.inputs, self.step(pool))
-        ]
+        self.outputs = [torch.full_like(t, torch.nan) for t in compute(self, pool)]
 
         def replay() -> None:
-            outputs = compute(self.inputs, self.step(bound))
+            outputs = compute(self, bound)
             for mine, new in zip(self.outputs, outputs, strict=True):
                 mine.copy_(new)
 
@@ -197,7 +195,7 @@ def test_a_step_runs_in_the_smallest_shape_recorded_that_holds_it(recorded: list
             replays.append(runner._graphs.replays)
             sequence.append(8)
         assert runner._graphs.captures == 2
-        sizes = [bucket.sizes.tokens for bucket in runner._graphs._recorded]
+        sizes = [bucket.steps[0].sizes.tokens for bucket in runner._graphs._recorded]
     assert replays == [0, 0, 1, 2, 3, 4, 4, 4, 4, 5, 6], "4 would be more than doubled"
     assert sizes == [24, 12], "the one used last comes last"
 
@@ -315,13 +313,13 @@ def test_few_shapes_are_recorded_and_those_used_last_stay(
         for nodes in (4, 4, 4, 1, 48, 64, 12, 12, 12, 4, 30, 30, 30):
             forward(runner, sequence, nodes)
             sequence.append(8)
-        assert [bucket.sizes.tokens for bucket in graphs._recorded] == [4, 32]
+        assert [bucket.steps[0].sizes.tokens for bucket in graphs._recorded] == [4, 32]
         assert len(graphs._warm) <= 2
         monkeypatch.setattr(step_graphs, "MAX_OUTPUT_BYTES", graphs._output_bytes() - 1)
         for _ in range(3):
             forward(runner, sequence, 12)
             sequence.append(8)
-        assert [bucket.sizes.tokens for bucket in graphs._recorded] == [12]
+        assert [bucket.steps[0].sizes.tokens for bucket in graphs._recorded] == [12]
         before = graphs.replays
         monkeypatch.setattr(step_graphs, "MAX_OUTPUT_BYTES", 1)
         for _ in range(4):
