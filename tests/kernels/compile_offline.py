@@ -48,8 +48,9 @@ def write() -> None:
 def over_the_vocabulary() -> None:
     logits = zeros(5, 50_000, dtype=torch.bfloat16)
     nodes = zeros(5, dtype=torch.long)
-    for uniforms in (None, torch.zeros(5)):
-        verify_tree(logits, nodes, nodes, nodes[:3], 4, uniforms)
+    for uniforms, draft in ((None, None), (torch.zeros(5), None), (torch.zeros(5, 2), logits)):
+        probs = None if draft is None else draft.float()
+        verify_tree(logits, nodes, nodes, nodes[:3], 4, uniforms, probs)
     filter_top_p(logits.float(), 0.9, -float("inf"))
     draft_features(logits.float(), 10)
     distill_loss(logits.requires_grad_(), logits.detach(), nodes, DistillWeights()).backward()

@@ -117,7 +117,7 @@ def test_drawn_tokens_have_the_distribution(
     nodes = torch.arange(draws, device=device)
     filtered = nucleus(scores.to(device)).expand(draws, -1)
     tree = nodes * 0 - 2, nodes * 0 - 1, torch.arange(draws + 1, device=device)
-    drawn = verify_tree(filtered, *tree, 1, torch.rand(draws, device=device), "torch").bonus
+    drawn = verify_tree(filtered, *tree, 1, torch.rand(draws, device=device), impl="torch").bonus
     counts = drawn.bincount(minlength=30).cpu().double()
     possible = expected > 0
     assert counts[~possible].sum() == 0

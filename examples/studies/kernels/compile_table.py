@@ -130,8 +130,9 @@ def other_rows(name: str, gpu: Gpu, nodes: int = 16) -> Iterator[Row]:
     for model, size in VOCABULARIES.items():
         logits, tree = zeros(nodes, size, dtype=dtype), zeros(nodes, dtype=torch.long)
         with compiling(gpu.target) as launches:
-            for uniforms in (None, torch.zeros(nodes)):
-                verify_tree(logits, tree, tree, tree[:2], nodes, uniforms)
+            sampled = (torch.zeros(nodes), None), (torch.zeros(nodes, 2), logits.float())
+            for uniforms, draft_probs in ((None, None), *sampled):
+                verify_tree(logits, tree, tree, tree[:2], nodes, uniforms, draft_probs)
             draft_features(logits.float(), 10)
         for compiled in launches:
             yield _row(name, f"{model}, {size} tokens", nodes, 0, compiled)

@@ -15,7 +15,7 @@ token, after all of the user's logits processors, evaluated with that node's own
 ===================  ============================================================================
 
 On a CPU the walk visits one level at a time and computes nothing for nodes off the path. On a GPU
-every level would synchronize, so all nodes are verified together and the outcome is fetched once,
+every level would synchronize, so the `verify_tree` kernel walks and the outcome is fetched once,
 unless a processor reads prefixes or the output has scores or logits.
 """
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,11 +89,6 @@ class Verifier(LogitsProcessor):
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
         """Precompute what is computed for all nodes together."""
 
-    def _all_together(self, logits: Tensor, state: GenerationState) -> bool:
-        """Return True if all nodes are verified together, on a GPU."""
-        by_level = self.processors.reads_prefix or state.keep_scores or state.keep_logits
-        return serves(logits) and not by_level
-
     @abstractmethod
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
@@ -149,18 +145,26 @@ class Walk:
         return scores
 
 
-class NodeDraw(Verifier):
+class ExactVerifier(Verifier):
+    """Verifier that walks whole trees by the `verify_tree` kernel on a GPU."""
+
+    def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
+        """Verify a tree, see `Verifier`."""
+        by_level = self.processors.reads_prefix or state.keep_scores or state.keep_logits
+        if by_level or not serves(logits):
+            return super().verify(tree, logits, state)
+        scores = Walk(self.processors, logits, state).scores_of_all(tree)
+        if state.drawing:
+            scores = _mask_greedy_rows(scores, _node_rows(tree), state)
+        walk, tensors = _TreeWalk.of(tree, state)
+        return _fetched(tree, walk(scores, send(tensors, scores.device)), state)
+
+
+class NodeDraw(ExactVerifier):
     """One draw per node, see the module; greedy rows take the argmax.
 
     Rows that draw may be in a batch with greedy rows: drafts depend on neither.
     """
-
-    def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
-        """Verify a tree, see `Verifier`; where possible a GPU draws and walks."""
-        if not self._all_together(logits, state):
-            return super().verify(tree, logits, state)
-        scores = Walk(self.processors, logits, state).scores_of_all(tree)
-        return _walk_on_device(tree, scores, state)
 
     def reads_best_only(self, state: GenerationState) -> bool:
         """Return True if all rows are greedy, without processors, scores and logits."""
@@ -185,19 +189,12 @@ class NodeDraw(Verifier):
         return _follow(tree, here, tokens)
 
 
-class ResidualRejection(Verifier):
+class ResidualRejection(ExactVerifier):
     """Leviathan's rule on chains and its extension to siblings on trees; see the module."""
-
-    def _begin(self, tree: DraftTree, walk: Walk) -> None:
-        if self._all_together(walk.raw, walk.state):
-            probs = walk.scores_of_all(tree).softmax(dim=-1, dtype=torch.float32)
-            walk.choices = fetch(self._judge(tree, range(tree.num_nodes), probs))
 
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
-        if walk.choices is not None:
-            return _follow(tree, here, [walk.choices[node] for node in here.values()])
         probs = walk.visit(here, paths).softmax(dim=-1)
         return _follow(tree, here, self._judge(tree, list(here.values()), probs).tolist())
 
@@ -264,18 +261,43 @@ def _mask_greedy_rows(scores: Tensor, rows: Sequence[int], state: GenerationStat
     return scores
 
 
-def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> Verdict:
-    """Return the verdict of the `verify_tree` kernel, in one transfer."""
-    uniforms = None
-    if state.drawing:
-        scores = _mask_greedy_rows(scores, _node_rows(tree), state)
-        uniforms = torch.rand(len(scores), device=scores.device)
-    most = max(len(tree.nodes(row)) for row in range(tree.num_rows))
-    result = verify_tree(scores, *tree.on(scores.device), most, uniforms)
-    columns = (result.num_accepted[:, None], result.bonus[:, None], result.accepted)
+@dataclass(frozen=True)
+class _TreeWalk:
+    """Walk of whole trees on the device; the flags name its inputs."""
+
+    draws: bool
+    residual: bool
+
+    @classmethod
+    def of(cls, tree: DraftTree, state: GenerationState) -> tuple[_TreeWalk, list[Tensor]]:
+        """Return the walk of a tree and its inputs, on the host except draft probabilities."""
+        walk = cls(state.drawing, state.drawing and tree.draft_probs is not None)
+        lists = (tree.tokens, tree.parent, tree.row_start)
+        tensors = [torch.tensor(values, dtype=torch.long) for values in lists]
+        if walk.draws:
+            # Drawn on the host, they are sent with the rest.
+            tensors.append(torch.rand(tree.num_nodes, *[2] * walk.residual))
+        if walk.residual:
+            assert tree.draft_probs is not None
+            tensors.append(tree.draft_probs)
+        return walk, tensors
+
+    def __call__(self, logits: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the packed verdict, see `TreeVerdict`; all inputs may end with padding."""
+        tokens, parent, row_start, *others = tensors
+        count = min(len(logits), len(tokens))
+        inputs = iter([tensor[:count] for tensor in others])
+        uniforms = next(inputs) if self.draws else None
+        draft_probs = next(inputs) if self.residual else None
+        tree = (tokens[:count], parent[:count], row_start, count)
+        return verify_tree(logits[:count], *tree, uniforms, draft_probs).packed
+
+
+def _fetched(tree: DraftTree, packed: Tensor, state: GenerationState) -> Verdict:
+    """Return the verdict that `_TreeWalk` packed on the device, in one transfer."""
     accepted: list[list[int]] = []
     bonus: list[int | None] = []
-    for row, (count, last, *path) in enumerate(fetch(torch.cat(columns, dim=1))):
+    for row, (count, last, *path) in enumerate(fetch(packed)[: tree.num_rows]):
         drafted = [tree.tokens[node] for node in path[:count]]
         # As in `Verifier.verify`, the walk stops at an end of sequence.
         end = next((i for i, token in enumerate(drafted) if state.stop.ends_sequence(token)), None)

@@ -17,6 +17,7 @@ from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection, Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.evaluation.lossless.distribution import chi_square
+from tests.fake_gpu import OnGpu, pretended
 
 VOCAB = 6
 
@@ -247,7 +248,7 @@ class TestRowsThatDrawBesideOthers:
 class TestAllNodesAtOnce:
     """What a GPU does, here by the interpreted kernel."""
 
-    ROWS = 3000
+    ROWS = 1000
 
     def both(self, rule: type[Verifier], tree: DraftTree, logits: Tensor, **options: Any) -> Any:
         """The verdict level by level, and the one of all nodes at once."""
@@ -315,23 +316,32 @@ class TestAllNodesAtOnce:
         check_counts(first, [0.0, 0.1, 0.5, 0.4])
         check_counts([tokens[1] for tokens in said if len(tokens) == 2], [0.6, 0.2, 0.2])
 
-    def test_residual_rejection_keeps_the_distribution(self) -> None:
-        """Two siblings drawn without replacement from a distribution far from the target's."""
+    @pytest.mark.parametrize("right", [True, False])
+    def test_residual_rejection_keeps_the_distribution(
+        self, right: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two siblings drawn without replacement from a distribution far from the target's.
+
+        Not if the draft gives another distribution than that it was drawn from.
+        """
         torch.manual_seed(0)
         draft, target = torch.tensor([0.5, 0.3, 0.2, 0, 0, 0]), [0.1, 0.2, 0.3, 0.4]
         children = torch.multinomial(draft.expand(self.ROWS, -1), 2).tolist()
-        tree = DraftTree.from_rows(
-            [([1, *pair], [-1, 0, 0]) for pair in children],
-            draft_probs=torch.stack([draft, draft * 0, draft * 0]).repeat(self.ROWS, 1),
-        )
+        given = draft if right else torch.full_like(draft, 1 / VOCAB)
         logits = probabilities([target, [1.0], [1.0]] * self.ROWS)
         state = make_state([[1]] * self.ROWS, do_sample=True)
-        with using("triton"):
-            verdict = ResidualRejection([], self.ROWS).verify(tree, logits, state)
-        check_counts([verdict.tokens(row)[0] for row in range(self.ROWS)], target)
+        with pretended(monkeypatch) as gpu:
+            tree = DraftTree.from_rows(
+                [([1, *pair], [-1, 0, 0]) for pair in children],
+                draft_probs=OnGpu(torch.stack([given, draft * 0, draft * 0]).repeat(self.ROWS, 1)),
+            )
+            verdict = ResidualRejection([], self.ROWS).verify(tree, OnGpu(logits), state)
+        assert (gpu.launches, gpu.sends, gpu.fetches, gpu.waits.total()) == (1, 1, 1, 0)
+        cells = counted([verdict.tokens(row)[0] for row in range(self.ROWS)], target)
+        assert (chi_square(cells).p_value > 1e-6) == right
         kept = [len(nodes) for nodes in verdict.accepted]
         # By hand: of first siblings sum min(p, q) = 0.5 are kept, and more of second ones.
-        assert sum(kept) > 0.5 * self.ROWS
+        assert (sum(kept) > 0.5 * self.ROWS) or not right
 
     def test_a_target_that_says_nothing_is_an_error(self) -> None:
         state = make_state([[1]], do_sample=True)
@@ -340,11 +350,14 @@ class TestAllNodesAtOnce:
             NodeDraw([], 1).verify(DraftTree.from_rows([([1], [-1])]), logits, state)
 
 
-def check_counts(tokens: list[int], expected: list[float]) -> None:
+def counted(tokens: list[int], expected: list[float]) -> list[tuple[float, int]]:
     counts = torch.bincount(torch.tensor(tokens), minlength=len(expected))
     assert len(counts) == len(expected), "a token of probability 0 was said"
-    cells = [(p * len(tokens), int(n)) for p, n in zip(expected, counts, strict=True) if p]
-    assert chi_square(cells).p_value > 1e-6
+    return [(p * len(tokens), int(n)) for p, n in zip(expected, counts, strict=True) if p]
+
+
+def check_counts(tokens: list[int], expected: list[float]) -> None:
+    assert chi_square(counted(tokens, expected)).p_value > 1e-6
 
 
 class TestScores:
