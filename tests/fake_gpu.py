@@ -314,7 +314,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, streams: bool = True) -> Iterator
             (attention, "ragged_tree_attention"),
             (kv_cache, "kv_keep"),
             (verification, "verify_tree"),
-            (logits_processors, "filter_top_p"),
+            (logits_processors, "filter_scores"),
         ):
             patch.setattr(module, name, unseen(gpu, getattr(hf_spec_kernels, name)))
         with gpu:
