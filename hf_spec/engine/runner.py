@@ -25,6 +25,7 @@ from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import output_cache
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
+from hf_spec.engine.fast.graph_shapes import step_variant
 from hf_spec.engine.fast.greedy_head import GreedyHead
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.engine.fast.torch_compile import original_forwards
@@ -32,7 +33,7 @@ from hf_spec.engine.forward.attention_span import STEP_TOKENS
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import PoolCache
 from hf_spec.engine.forward.node_tokens import DeviceTokens, VirtualTokens
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.output import ALL_LOGITS, ForwardOutput, Readout
 from hf_spec.engine.forward.packing import PackedInputs, RectangularInputs, align_right
 from hf_spec.engine.forward.padded_batching import make_storage
 from hf_spec.engine.forward.row_batch import RowWork
@@ -178,7 +179,7 @@ class ModelRunner:
         tree: DraftTree,
         sequences: Sequence[Sequence[int]],
         nodes: Sequence[int] | None = None,
-        best_only: bool = False,
+        readout: Readout = ALL_LOGITS,
     ) -> ForwardOutput:
         """Run the pending tokens of every row in the tree, and tree nodes.
 
@@ -187,7 +188,7 @@ class ModelRunner:
             sequences: per row all committed tokens, without padding.
             nodes: nodes to run, ascending; all of them by default. Their ancestors must be among
                 them or have run since the last `keep`.
-            best_only: True if only the best logit of each node is read; others may be -inf.
+            readout: what is read of the logits. Its function runs if the step may be captured.
 
         Returns:
             Logits of the nodes, hidden states of everything that ran.
@@ -203,8 +204,7 @@ class ModelRunner:
             ]
             earlier.append(self._run(chunks, tree))
             work = self.rows.plan(tree, sequences, wanted)
-        # Logits of virtual tokens are the next draft.
-        output = self._run(work, tree, best_only=best_only and self._virtual_tokens is None)
+        output = self._run(work, tree, readout=readout)
         for chunk_output in reversed(earlier):
             output.put_after(chunk_output)
         return output
@@ -267,9 +267,11 @@ class ModelRunner:
         work: list[RowWork],
         tree: DraftTree,
         device_tokens: DeviceTokens | None = None,
-        best_only: bool = False,
+        readout: Readout = ALL_LOGITS,
     ) -> ForwardOutput:
         packed = self._attention
+        # Logits of virtual tokens are the next draft.
+        best_only = readout.best_only and self._virtual_tokens is None
         # One entry more than needed: the padding of the rectangular path is stored there.
         self.rows.pool.reserve(max(w.num_keys for w in work) + 1)
         self.forwards += 1
@@ -281,7 +283,7 @@ class ModelRunner:
         with use_packed_linears(self.rounded, prompt, self._head if best_only else None):
             if packed:
                 with packed.active():
-                    output = self._run_packed(packed, work, tree, device_tokens)
+                    output = self._run_packed(packed, work, tree, device_tokens, readout)
             else:
                 run = partial(self._run_rectangular, work, tree)
                 # A failed pass may have changed recurrent states.
@@ -298,6 +300,7 @@ class ModelRunner:
         work: list[RowWork],
         tree: DraftTree,
         device_tokens: DeviceTokens | None,
+        readout: Readout,
     ) -> ForwardOutput:
         assert self._graphs is not None, "forwards happen while active"
         inputs = self.rows.pack(work, tree)
@@ -312,8 +315,14 @@ class ModelRunner:
         if self._scales_queries:
             tensors.append(torch.tensor(inputs.frame_positions(self.rows.paddings)))
         self.tokens_run += count
+        result: Tensor | None = None
         with self._by_row(work, tree, inputs):
-            if acting is None:
+            if acting is None and readout.compute is not None and self._graphs.refusal is None:
+                compute = partial(self._compute_and_read, readout)
+                with step_variant(readout.compute):
+                    outputs = self._graphs.run(compute, [*tensors, *readout.tensors], step)
+                result, logits, *hidden = outputs
+            elif acting is None:
                 logits, *hidden = self._graphs.run(self._compute, tensors, step)
             else:
                 # Hooks inside the layers differ from step to step, which graphs do not support.
@@ -322,7 +331,19 @@ class ModelRunner:
                     logits, *hidden = self._compute(tensors, step)
         # The results of a graph end with those of its padding.
         hidden = [states[:count] for states in hidden]
-        return self._output(logits[: len(inputs.nodes)], hidden, inputs)
+        output = self._output(logits[: len(inputs.nodes)], hidden, inputs)
+        output.result = result
+        return output
+
+    def _compute_and_read(
+        self, readout: Readout, tensors: list[Tensor], step: PackedStep
+    ) -> list[Tensor]:
+        """Compute the result of a readout, whose inputs come last, then what `_compute` does."""
+        assert readout.compute is not None
+        count = len(tensors) - len(readout.tensors)
+        logits, *hidden = self._compute(tensors[:count], step)
+        result = readout.compute(self._call.fit_vocabulary(logits), tensors[count:])
+        return [result, logits, *hidden]
 
     def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
         """Compute logits of the head's tokens and hidden states of all, from device tensors."""

@@ -151,6 +151,19 @@ class NodeProcessors:
         """True if any processor needs the token id of each score."""
         return any(step.reads_tokens for step in self._steps)
 
+    def filters(self, rows: Sequence[int]) -> list[Filter] | None:
+        """Return per node, of these rows, the filter that equals all processors; None without."""
+        if not self._steps:
+            return [Filter()] * len(rows)
+        step = self._steps[0]
+        if len(self._steps) > 1 or not isinstance(step, (_Filters, _OfRow)):
+            return None
+        if isinstance(step, _Filters):
+            return [step.filter] * len(rows)
+        by_row = {row: step.lists[row].filters([0]) for row in set(rows)}
+        found = [by_row[row] for row in rows]
+        return None if None in found else [filters[0] for filters in found if filters]
+
     def __call__(
         self,
         rows: Sequence[int],

@@ -31,7 +31,7 @@ def speculative_step(
     with state.clock("draft"):
         tree = drafter.draft(state, state.draft_limits)
     with state.clock("verify"):
-        output = target.forward(tree, state.tokens, best_only=verifier.reads_best_only(state))
+        output = target.forward(tree, state.tokens, readout=verifier.readout(tree, state))
     finish_step(target, drafter, verifier, state, tree, output)
 
 
@@ -44,7 +44,7 @@ def finish_step(
     output: ForwardOutput,
 ) -> None:
     """Verify a draft against the target's output, and commit the accepted and bonus tokens."""
-    verify = partial(verifier.verify, tree, output.logits, state)
+    verify = partial(verifier.verify, tree, output.logits, state, output.result)
     verdict = target.rows.pool.retried(verify) if verifier.can_repeat else verify()
     state.commit(verdict)
     target.keep(verdict.paths)

@@ -16,7 +16,9 @@ token, after all of the user's logits processors, evaluated with that node's own
 
 On a CPU the walk visits one level at a time and computes nothing for nodes off the path. On a GPU
 every level would synchronize, so the `verify_tree` kernel walks and the outcome is fetched once,
-unless a processor reads prefixes or the output has scores or logits.
+unless a processor reads prefixes or the output has scores or logits. It runs in the CUDA graph of
+the target's step if the processors are temperature, top-k, top-p, and min-p in this order, and all
+rows draw or none does.
 """
 
 from __future__ import annotations
@@ -27,15 +29,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hf_spec_kernels import serves, verify_tree
+from hf_spec_kernels import Filter, filter_scores, serves, verify_tree
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from hf_spec.backend.device import transfer
 from hf_spec.backend.device.transfer import fetch, send
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import NodeProcessors
 from hf_spec.engine.decode.sampling import draw_or_none
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import Readout
 from hf_spec.engine.runner import ModelRunner
 
 
@@ -58,8 +62,17 @@ class Verifier(LogitsProcessor):
         """Return True if the next `verify` reads the best logit of each node and no other."""
         return False
 
-    def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
-        """Walk every unfinished row down its tree of N nodes, by the target's (N, V) logits."""
+    def readout(self, tree: DraftTree, state: GenerationState) -> Readout:
+        """Return what the next `verify` reads of the target's logits."""
+        return Readout(self.reads_best_only(state))
+
+    def verify(
+        self, tree: DraftTree, logits: Tensor, state: GenerationState, result: Tensor | None = None
+    ) -> Verdict:
+        """Walk every unfinished row down its tree of N nodes, by the target's (N, V) logits.
+
+        `result` is that of the readout, if it ran with the target's step.
+        """
         walk = Walk(self.processors, logits, state)
         accepted: list[list[int]] = [[] for _ in range(tree.num_rows)]
         bonus: list[int | None] = [None] * tree.num_rows
@@ -148,16 +161,33 @@ class Walk:
 class ExactVerifier(Verifier):
     """Verifier that walks whole trees by the `verify_tree` kernel on a GPU."""
 
-    def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
+    def readout(self, tree: DraftTree, state: GenerationState) -> Readout:
+        """Return the walk on the device if all rows follow one rule."""
+        alike = len({state.draws[row] for row in state.unfinished}) == 1
+        if state.device.type in transfer.ASYNCHRONOUS and alike and not self._by_level(state):
+            filters = self.processors.filters(_node_rows(tree))
+            if filters is not None:
+                return _tree_walk(tree, state, filters)
+        return super().readout(tree, state)
+
+    def verify(
+        self, tree: DraftTree, logits: Tensor, state: GenerationState, result: Tensor | None = None
+    ) -> Verdict:
         """Verify a tree, see `Verifier`."""
-        by_level = self.processors.reads_prefix or state.keep_scores or state.keep_logits
-        if by_level or not serves(logits):
+        if result is not None:
+            return _fetched(tree, result, state)
+        if self._by_level(state) or not serves(logits):
             return super().verify(tree, logits, state)
         scores = Walk(self.processors, logits, state).scores_of_all(tree)
         if state.drawing:
             scores = _mask_greedy_rows(scores, _node_rows(tree), state)
-        walk, tensors = _TreeWalk.of(tree, state)
-        return _fetched(tree, walk(scores, send(tensors, scores.device)), state)
+        walk = _tree_walk(tree, state)
+        assert walk.compute is not None
+        return _fetched(tree, walk.compute(scores, send(walk.tensors, scores.device)), state)
+
+    def _by_level(self, state: GenerationState) -> bool:
+        """Return True if each node's scores are computed when the walk reaches it."""
+        return self.processors.reads_prefix or state.keep_scores or state.keep_logits
 
 
 class NodeDraw(ExactVerifier):
@@ -263,34 +293,41 @@ def _mask_greedy_rows(scores: Tensor, rows: Sequence[int], state: GenerationStat
 
 @dataclass(frozen=True)
 class _TreeWalk:
-    """Walk of whole trees on the device; the flags name its inputs."""
+    """Filters and a walk of whole trees on the device; the flags name its inputs."""
 
+    filters: bool
     draws: bool
     residual: bool
-
-    @classmethod
-    def of(cls, tree: DraftTree, state: GenerationState) -> tuple[_TreeWalk, list[Tensor]]:
-        """Return the walk of a tree and its inputs, on the host except draft probabilities."""
-        walk = cls(state.drawing, state.drawing and tree.draft_probs is not None)
-        lists = (tree.tokens, tree.parent, tree.row_start)
-        tensors = [torch.tensor(values, dtype=torch.long) for values in lists]
-        if walk.draws:
-            # Drawn on the host, they are sent with the rest.
-            tensors.append(torch.rand(tree.num_nodes, *[2] * walk.residual))
-        if walk.residual:
-            assert tree.draft_probs is not None
-            tensors.append(tree.draft_probs)
-        return walk, tensors
 
     def __call__(self, logits: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """Return the packed verdict, see `TreeVerdict`; all inputs may end with padding."""
         tokens, parent, row_start, *others = tensors
         count = min(len(logits), len(tokens))
         inputs = iter([tensor[:count] for tensor in others])
+        scores = logits[:count]
+        if self.filters:
+            scores = filter_scores(scores, next(inputs))
         uniforms = next(inputs) if self.draws else None
         draft_probs = next(inputs) if self.residual else None
         tree = (tokens[:count], parent[:count], row_start, count)
-        return verify_tree(logits[:count], *tree, uniforms, draft_probs).packed
+        return verify_tree(scores, *tree, uniforms, draft_probs).packed
+
+
+def _tree_walk(tree: DraftTree, state: GenerationState, filters: Sequence[Filter] = ()) -> Readout:
+    """Return the walk of a tree; its inputs are on the host except the draft's probabilities."""
+    lists = (tree.tokens, tree.parent, tree.row_start)
+    tensors = [torch.tensor(values, dtype=torch.long) for values in lists]
+    filtering = any(chosen != Filter() for chosen in filters)
+    if filtering:
+        tensors.append(torch.tensor(filters, dtype=torch.float32))
+    draft_probs = tree.draft_probs if state.drawing else None
+    residual = draft_probs is not None
+    if state.drawing:
+        # Drawn on the host, they are sent with the rest.
+        tensors.append(torch.rand(tree.num_nodes, *[2] * residual))
+    if draft_probs is not None:
+        tensors.append(draft_probs)
+    return Readout(compute=_TreeWalk(filtering, state.drawing, residual), tensors=tensors)
 
 
 def _fetched(tree: DraftTree, packed: Tensor, state: GenerationState) -> Verdict:

@@ -33,6 +33,9 @@ class Readout:
     tensors: Sequence[Tensor] = ()
 
 
+ALL_LOGITS = Readout()
+
+
 @dataclass
 class ForwardOutput:
     """Result of a forward pass; the next one may overwrite its tensors.
