@@ -129,9 +129,9 @@ class NodeProcessors:
 
     def _append(self, step: Any) -> None:
         last = self._steps[-1] if self._steps else None
-        both = isinstance(last, _Filters) and isinstance(step, _Filters)
-        if not (both and last.joins(step)):
-            self._steps.append(step)
+        if isinstance(last, _Filters) and isinstance(step, _Filters) and last.joins(step):
+            return
+        self._steps.append(step)
 
     def __len__(self) -> int:
         return len(self._steps)
