@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 DEVICES = {"cuda"}
 # Larger steps are not bound by launches, and lengths of prompts rarely repeat.
 MAX_TOKENS, MAX_QUERIES = 1024, 256
-# Limits per model: graphs, and bytes of their outputs, which are mostly logits.
+# Limits per model: graphs, and bytes of their inputs and outputs, which are mostly logits.
 MAX_GRAPHS, MAX_OUTPUT_BYTES = 32, 2**29
 # Extra tokens per slot for the last draft, which may exceed the maximum length.
 DRAFT_ROOM = 64
@@ -165,7 +165,7 @@ class StepGraphs:
             return shape.outputs
         shape.uses += 1
         outputs = self._try(compute, shape)
-        shape.nbytes = sum(output.nbytes for output in outputs)
+        shape.nbytes = sum(tensor.nbytes for tensor in (*outputs, *shape.inputs))
         return outputs
 
     def put(self, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:

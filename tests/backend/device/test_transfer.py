@@ -97,6 +97,16 @@ def test_copies_without_pinned_memory_are_waited_for(monkeypatch: pytest.MonkeyP
         assert sum(gpu.waits.values()) == 1 + len(MIXED)
 
 
+def test_tensors_that_are_on_the_device_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch) as gpu:
+        there = torch.ones(3, device=DEVICE)
+        gpu.restart()
+        first, same, last = send([MIXED[0], there, MIXED[1]], DEVICE)
+        assert same is there
+        assert [fetch(first), fetch(last)] == [MIXED[0].tolist(), MIXED[1].tolist()]
+        assert (gpu.sends, gpu.launches, gpu.waits) == (1, 0, {})
+
+
 def test_waiting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the tests below would prove nothing."""
     with pretended(monkeypatch) as gpu:
