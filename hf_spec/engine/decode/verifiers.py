@@ -163,12 +163,11 @@ class ExactVerifier(Verifier):
 
     def readout(self, tree: DraftTree, state: GenerationState) -> Readout:
         """Return the walk on the device if all rows follow one rule."""
+        if state.device.type not in transfer.ASYNCHRONOUS or self._by_level(state):
+            return super().readout(tree, state)
         alike = len({state.draws[row] for row in state.unfinished}) == 1
-        if state.device.type in transfer.ASYNCHRONOUS and alike and not self._by_level(state):
-            filters = self.processors.filters(_node_rows(tree))
-            if filters is not None:
-                return _tree_walk(tree, state, filters)
-        return super().readout(tree, state)
+        filters = self.processors.filters(_node_rows(tree)) if alike else None
+        return Readout() if filters is None else _tree_walk(tree, state, filters)
 
     def verify(
         self, tree: DraftTree, logits: Tensor, state: GenerationState, result: Tensor | None = None
