@@ -58,8 +58,10 @@ class RedrawnBonus(NodeDraw):
 class OneTooMany(NodeDraw):
     """Accepts one more drafted token than the target agrees with."""
 
-    def verify(self, tree: Any, logits: Tensor, state: Any) -> Verdict:
-        verdict = super().verify(tree, logits, state)
+    def verify(
+        self, tree: Any, logits: Tensor, state: Any, result: Tensor | None = None
+    ) -> Verdict:
+        verdict = super().verify(tree, logits, state, result)
         accepted = [list(nodes) for nodes in verdict.accepted]
         for row, nodes in enumerate(accepted):
             if verdict.bonus[row] is not None:

@@ -313,7 +313,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch, streams: bool = True) -> Iterator
             (attention, "ragged_tree_attention"),
             (kv_cache, "kv_keep"),
             (verification, "verify_tree"),
-            (logits_processors, "filter_top_p"),
+            (verification, "filter_scores"),
+            (logits_processors, "filter_scores"),
         ):
             patch.setattr(module, name, unseen(gpu, getattr(hf_spec_kernels, name)))
         with gpu:

@@ -25,6 +25,7 @@ from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import output_cache
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
+from hf_spec.engine.fast.graph_shapes import step_variant
 from hf_spec.engine.fast.greedy_head import GreedyHead
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.engine.fast.torch_compile import original_forwards
@@ -32,7 +33,7 @@ from hf_spec.engine.forward.attention_span import STEP_TOKENS
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import PoolCache
 from hf_spec.engine.forward.node_tokens import DeviceTokens, VirtualTokens
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.output import ALL_LOGITS, ForwardOutput, Readout
 from hf_spec.engine.forward.packing import (
     PackedInputs,
     PreparedPass,
@@ -183,7 +184,7 @@ class ModelRunner:
         tree: DraftTree,
         sequences: Sequence[Sequence[int]],
         nodes: Sequence[int] | None = None,
-        best_only: bool = False,
+        readout: Readout = ALL_LOGITS,
     ) -> ForwardOutput:
         """Run the pending tokens of every row in the tree, and tree nodes.
 
@@ -192,15 +193,14 @@ class ModelRunner:
             sequences: per row all committed tokens, without padding.
             nodes: nodes to run, ascending; all of them by default. Their ancestors must be among
                 them or have run since the last `keep`.
-            best_only: True if only the best logit of each node is read; others may be -inf.
+            readout: what is read of the logits. Its function runs if the step may be captured.
 
         Returns:
             Logits of the nodes, hidden states of everything that ran.
         """
         wanted = range(tree.num_nodes) if nodes is None else nodes
         work, earlier = self._run_prompts(tree, sequences, wanted)
-        # Logits of virtual tokens are the next draft.
-        output = self._run(work, tree, best_only=best_only and self._virtual_tokens is None)
+        output = self._run(work, tree, readout)
         for chunk_output in reversed(earlier):
             output.put_after(chunk_output)
         return output
@@ -305,8 +305,12 @@ class ModelRunner:
             linears.refresh()
         self._layers.begin_step()
 
-    def _run(self, work: list[RowWork], tree: DraftTree, best_only: bool = False) -> ForwardOutput:
+    def _run(
+        self, work: list[RowWork], tree: DraftTree, readout: Readout = ALL_LOGITS
+    ) -> ForwardOutput:
         packed = self._attention
+        # Logits of virtual tokens are the next draft.
+        best_only = readout.best_only and self._virtual_tokens is None
         # One entry more than needed: the padding of the rectangular path is stored there.
         self.rows.pool.reserve(max(w.num_keys for w in work) + 1)
         self.forwards += 1
@@ -316,7 +320,7 @@ class ModelRunner:
         with use_packed_linears(self.rounded, prompt, self._head if best_only else None):
             if packed:
                 with packed.active():
-                    output = self._run_packed(self._prepare(packed, work, tree))
+                    output = self._run_packed(self._prepare(packed, work, tree), readout=readout)
             else:
                 run = partial(self._run_rectangular, work, tree)
                 # A failed pass may have changed recurrent states.
@@ -342,23 +346,44 @@ class ModelRunner:
         return PreparedPass(work, tree, inputs, tensors, step)
 
     def _run_packed(
-        self, prepared: PreparedPass, device_tokens: DeviceTokens | None = None
+        self,
+        prepared: PreparedPass,
+        device_tokens: DeviceTokens | None = None,
+        readout: Readout = ALL_LOGITS,
     ) -> ForwardOutput:
         inputs, step, tensors = prepared.inputs, prepared.step, list(prepared.tensors)
-        acting = self._acting(tensors[0][None])
+        acting, graphs = self._acting(tensors[0][None]), self.step_graphs
         if device_tokens is not None:
             tensors[0], step.sees = device_tokens.tokens, device_tokens.sees
+        result: Tensor | None = None
         with self._by_row(prepared.work, prepared.tree, inputs):
-            if acting is None:
-                logits, *hidden = self.step_graphs.run(self._compute, tensors, step)
+            if acting is None and readout.compute is not None and graphs.refusal is None:
+                compute = partial(self._compute_and_read, readout)
+                with step_variant(readout.compute):
+                    outputs = graphs.run(compute, [*tensors, *readout.tensors], step)
+                result, logits, *hidden = outputs
+            elif acting is None:
+                logits, *hidden = graphs.run(self._compute, tensors, step)
             else:
                 # Hooks inside the layers differ from step to step, which graphs do not support.
                 with acting as gate:
-                    *tensors, step.gate = self.step_graphs.put([*tensors, gate], step)
+                    *tensors, step.gate = graphs.put([*tensors, gate], step)
                     logits, *hidden = self._compute(tensors, step)
         # The results of a graph end with those of its padding.
         hidden = [states[: len(inputs.tokens)] for states in hidden]
-        return self._output(logits[: len(inputs.nodes)], hidden, inputs)
+        output = self._output(logits[: len(inputs.nodes)], hidden, inputs)
+        output.result = result
+        return output
+
+    def _compute_and_read(
+        self, readout: Readout, tensors: list[Tensor], step: PackedStep
+    ) -> list[Tensor]:
+        """Compute the result of a readout, whose inputs come last, then what `_compute` does."""
+        assert readout.compute is not None
+        count = len(tensors) - len(readout.tensors)
+        logits, *hidden = self._compute(tensors[:count], step)
+        result = readout.compute(self._call.fit_vocabulary(logits), tensors[count:])
+        return [result, logits, *hidden]
 
     def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
         """Compute logits of the head's tokens and hidden states of all, from device tensors."""

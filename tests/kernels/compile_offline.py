@@ -15,9 +15,9 @@ from hf_spec_kernels import DistillWeights, Moves, Scoring
 from hf_spec_kernels.configs import config_file
 from hf_spec_kernels.distill_loss.kernel import distill_loss
 from hf_spec_kernels.draft_features.kernel import draft_features
+from hf_spec_kernels.filter_scores.kernel import filter_scores
 from hf_spec_kernels.kv_keep.kernel import kv_keep
 from hf_spec_kernels.kv_write.kernel import kv_write
-from hf_spec_kernels.top_p.kernel import filter_top_p
 from hf_spec_kernels.verify_tree.kernel import verify_tree
 
 from examples.studies.kernels import compile_table
@@ -48,9 +48,10 @@ def write() -> None:
 def over_the_vocabulary() -> None:
     logits = zeros(5, 50_000, dtype=torch.bfloat16)
     nodes = zeros(5, dtype=torch.long)
-    for uniforms in (None, torch.zeros(5)):
-        verify_tree(logits, nodes, nodes, nodes[:3], 4, uniforms)
-    filter_top_p(logits.float(), 0.9, -float("inf"))
+    for uniforms, draft in ((None, None), (torch.zeros(5), None), (torch.zeros(5, 2), logits)):
+        probs = None if draft is None else draft.float()
+        verify_tree(logits, nodes, nodes, nodes[:3], 4, uniforms, probs)
+    filter_scores(logits, torch.ones(5, 4))
     draft_features(logits.float(), 10)
     distill_loss(logits.requires_grad_(), logits.detach(), nodes, DistillWeights()).backward()
 

@@ -31,7 +31,7 @@ KERNELS = {
     "kv_keep_kernel",
     "chunk_kernel",
     "walk_kernel",
-    "top_p_kernel",
+    "filter_kernel",
     "draft_features_kernel",
     "forward_kernel",
     "backward_kernel",

@@ -17,7 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MaxLengthCriteria, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MaxLengthCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import hf_spec
 from hf_spec.backend.device import graph_store
@@ -44,6 +49,7 @@ class Case:
         config: the strategy.
         assistant: makes the draft model or head, on the CPU.
         sampled: draw tokens, with top-k and top-p.
+        temperature: of these draws, before top-k and top-p.
         model: name of the tiny target.
         level_cost: time of a drafted level in steps of the target, for the default length policy:
             times of a pretended device are not those of a real one.
@@ -52,6 +58,7 @@ class Case:
     config: Any
     assistant: Callable[[], Any] = lambda: None
     sampled: bool = False
+    temperature: float | None = None
     model: str = "llama"
     level_cost: float | None = None
 
@@ -109,9 +116,15 @@ BEAM: dict[str, Any] = {**FIVE, "tree": "dynamic", "width": 4, "max_nodes": 15}
 CASES = {
     "lookup": Case(hf_spec.LookupConfig(max_draft_tokens=5)),
     "lookup, top-p": Case(hf_spec.LookupConfig(max_draft_tokens=5), sampled=True),
+    "lookup, temperature": Case(
+        hf_spec.LookupConfig(max_draft_tokens=5), sampled=True, temperature=0.8
+    ),
     "draft of 5": Case(hf_spec.DraftConfig(**FIVE), draft_model),
     "draft of 5, top-p": Case(hf_spec.DraftConfig(**FIVE), draft_model, sampled=True),
     "draft, default policy": Case(hf_spec.DraftConfig(), draft_model, level_cost=0.2),
+    "draft of 5, temperature": Case(
+        hf_spec.DraftConfig(**FIVE), draft_model, sampled=True, temperature=0.8
+    ),
     "tree": Case(hf_spec.TreeConfig(length_policy="static", max_nodes=15), draft_model),
     "falcon": Case(hf_spec.FalconConfig(tree=tiny_models.wide_tree()), falcon_head),
     "eagle": Case(hf_spec.EagleConfig(**BEAM), eagle_head),
@@ -126,7 +139,11 @@ def decode(case: Case, model: Any, drafter: Drafter, gpu: FakeGpu) -> Counts:
     prompt = tiny_models.settled_prompt(case.model)
     ids, mask = OnGpu(prompt), OnGpu(torch.ones_like(prompt))
     length = prompt.shape[1] + NEW_TOKENS
-    processors = [TopKLogitsWarper(20), TopPLogitsWarper(0.9)] if case.sampled else []
+    processors: list[Any] = []
+    if case.temperature is not None:
+        processors.append(TemperatureLogitsWarper(case.temperature))
+    if case.sampled:
+        processors += [TopKLogitsWarper(20), TopPLogitsWarper(0.9)]
     stop = StopRules([MaxLengthCriteria(length)], 1)
     options: dict[str, Any] = {"processors": processors, "do_sample": case.sampled}
     state = GenerationState.create(ids, mask, stop, expected_length=length, **options)
@@ -139,7 +156,8 @@ def decode(case: Case, model: Any, drafter: Drafter, gpu: FakeGpu) -> Counts:
         while state.unfinished:
             gpu.restart()
             tree = drafter.draft(state, state.draft_limits)
-            output = target.forward(tree, state.tokens)
+            readout = verifier.readout(tree, state)
+            output = target.forward(tree, state.tokens, readout=readout)
             finish_step(target, drafter, verifier, state, tree, output)
             rounds += 1
             if rounds > 2 and tree.num_nodes > 1:

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from hf_spec_kernels import Moves, RaggedLayout, Scoring
 from hf_spec_kernels.draft_features.kernel import draft_features
+from hf_spec_kernels.filter_scores.kernel import filter_scores
 from hf_spec_kernels.kv_keep.kernel import kv_keep
 from hf_spec_kernels.kv_write.kernel import kv_write
 from hf_spec_kernels.ragged_tree_attention import kernel as attention
@@ -149,8 +150,10 @@ def other_rows(name: str, gpu: Gpu, nodes: int = 16) -> Iterator[Row]:
     for model, size in VOCABULARIES.items():
         logits, tree = zeros(nodes, size, dtype=dtype), zeros(nodes, dtype=torch.long)
         with compiling(gpu.target) as launches:
-            for uniforms in (None, torch.zeros(nodes)):
-                verify_tree(logits, tree, tree, tree[:2], nodes, uniforms)
+            sampled = (torch.zeros(nodes), None), (torch.zeros(nodes, 2), logits.float())
+            for uniforms, draft_probs in ((None, None), *sampled):
+                verify_tree(logits, tree, tree, tree[:2], nodes, uniforms, draft_probs)
+            filter_scores(logits, torch.ones(nodes, 4))
             draft_features(logits.float(), 10)
         for compiled in launches:
             yield _row(name, f"{model}, {size} tokens", nodes, 0, compiled)

@@ -56,12 +56,14 @@ class PinnedBuffer:
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy host tensors to a device asynchronously, in one transfer."""
+    """Copy the host tensors among `tensors` to a device asynchronously, in one transfer."""
     if device.type == "cpu":
         return list(tensors)
-    buffer = PinnedBuffer(tensors, device)
-    buffer.fill(tensors)
-    return buffer.tensors
+    hosted = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    buffer = PinnedBuffer(hosted, device)
+    buffer.fill(hosted)
+    sent = iter(buffer.tensors)
+    return [next(sent) if t.device.type == "cpu" else t.to(device) for t in tensors]
 
 
 def fetch(tensor: Tensor) -> list[Any]:

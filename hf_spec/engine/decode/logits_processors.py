@@ -2,7 +2,8 @@
 
 Four kinds, in the order that the user gave:
 
-* processors of transformers that do not read the prefix run once over all nodes;
+* processors of transformers that do not read the prefix run once over all nodes; temperature,
+  top-k, top-p, and min-p run together in one kernel on a GPU;
 * processors of transformers that read the prefix run once per prefix length, with nodes as rows. If
   the class stores one entry per row of the batch, every row gets a copy with its own entry;
 * Whisper's detection of silence sees the roots of the first step together and changes nothing;
@@ -23,10 +24,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from hf_spec_kernels import filter_top_p, serves
+from hf_spec_kernels import Filter, filter_scores, serves
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.engine.decode.copies import independent_copy
 
@@ -123,7 +125,13 @@ class NodeProcessors:
             if isinstance(processor, RowProcessors):
                 self._steps.append(processor.step(stateless_only))
             elif not stateless_only or (_is_stateless(processor) and not _may_fail(processor)):
-                self._steps.append(_step(processor, num_rows))
+                self._append(_step(processor, num_rows))
+
+    def _append(self, step: Any) -> None:
+        last = self._steps[-1] if self._steps else None
+        if isinstance(last, _Filters) and isinstance(step, _Filters) and last.joins(step):
+            return
+        self._steps.append(step)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -142,6 +150,19 @@ class NodeProcessors:
     def reads_tokens(self) -> bool:
         """True if any processor needs the token id of each score."""
         return any(step.reads_tokens for step in self._steps)
+
+    def filters(self, rows: Sequence[int]) -> list[Filter] | None:
+        """Return per node, of these rows, the filter that equals all processors; None without."""
+        if not self._steps:
+            return [Filter()] * len(rows)
+        step = self._steps[0]
+        if len(self._steps) > 1 or not isinstance(step, (_Filters, _OfRow)):
+            return None
+        if isinstance(step, _Filters):
+            return [step.filter] * len(rows)
+        by_row = {row: step.lists[row].filters([0]) for row in set(rows)}
+        found = [by_row[row] for row in rows]
+        return None if None in found else [filters[0] for filters in found if filters]
 
     def __call__(
         self,
@@ -243,16 +264,43 @@ class _PrefixFree:
         return self.processor(unused, scores)
 
 
-class _TopP(_PrefixFree):
-    """The nucleus of all nodes; without a sort where the kernels run."""
+class _Filters:
+    """Temperature, top-k, top-p, and min-p, each at most once and in this order.
 
-    processor: hf.TopPLogitsWarper
+    Attributes:
+        filter: settings of all of them.
+    """
+
+    reads_prefix = reads_tokens = False
+
+    def __init__(self, processor: Processor, settings: dict[str, float]):
+        self._steps = [_PrefixFree(processor)]
+        self._settings = settings
+        self._sent: dict[torch.device, Tensor] = {}
+
+    @property
+    def filter(self) -> Filter:
+        """Settings of all of them."""
+        return Filter(**self._settings)  # type: ignore[arg-type]
+
+    def joins(self, later: _Filters) -> bool:
+        """Return True if it now includes the processors of `later`."""
+        order = Filter._fields.index
+        if max(map(order, self._settings)) >= min(map(order, later._settings)):
+            return False
+        self._steps += later._steps
+        self._settings |= later._settings
+        return True
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        by_kernel = serves(scores) and scores.dtype == torch.float32
-        if not by_kernel or self.processor.min_tokens_to_keep > 1:
-            return super().__call__(rows, prefixes, scores)
-        return filter_top_p(scores, self.processor.top_p, self.processor.filter_value)
+        if not serves(scores):
+            for step in self._steps:
+                scores = step(rows, prefixes, scores)
+            return scores
+        device = scores.device
+        if device not in self._sent:
+            (self._sent[device],) = send([torch.tensor([self.filter])], device)
+        return filter_scores(scores, self._sent[device].expand(len(scores), -1))
 
 
 class _ByLength:
@@ -332,7 +380,8 @@ def _step(processor: Any, num_rows: int) -> Any:
     """Return the step that applies a processor to nodes, by its kind."""
     kind = type(processor)
     if kind in PREFIX_FREE:
-        return (_TopP if kind is hf.TopPLogitsWarper else _PrefixFree)(processor)
+        settings = _filter_settings(processor)
+        return _Filters(processor, settings) if settings else _PrefixFree(processor)
     if isinstance(processor, hf.WhisperNoSpeechDetection):
         return _FirstStep(processor)
     if kind is hf.PrefixConstrainedLogitsProcessor:
@@ -345,6 +394,22 @@ def _step(processor: Any, num_rows: int) -> Any:
         return _ByLength(processor)
     copies = (independent_copy(processor, f"{num_rows} rows") for _ in range(num_rows - 1))
     return _ByNode([processor, *copies], num_rows)
+
+
+def _filter_settings(processor: Any) -> dict[str, float]:
+    """Return the field of a `Filter` that equals a processor; empty if there is none."""
+    kind = type(processor)
+    if kind is hf.TemperatureLogitsWarper:
+        return {"temperature": processor.temperature}
+    if getattr(processor, "filter_value", 0.0) != -torch.inf:
+        return {}
+    if kind is hf.TopKLogitsWarper:
+        return {"top_k": processor.top_k}
+    if getattr(processor, "min_tokens_to_keep", 2) > 1:
+        return {}
+    if kind is hf.TopPLogitsWarper:
+        return {"removed_share": 1 - processor.top_p}
+    return {"min_p": processor.min_p} if kind is hf.MinPLogitsWarper else {}
 
 
 def _entries(processor: Any) -> Tensor | list[Any] | None:

@@ -32,7 +32,7 @@ def speculative_step(
         with state.clock("draft"):
             tree = drafter.draft(state, state.draft_limits)
         with state.clock("verify"):
-            output = target.forward(tree, state.tokens, best_only=verifier.reads_best_only(state))
+            output = target.forward(tree, state.tokens, readout=verifier.readout(tree, state))
     finally:
         # A GPU runs the forward pass meanwhile.
         state.stream_waiting()
@@ -48,7 +48,7 @@ def finish_step(
     output: ForwardOutput,
 ) -> None:
     """Verify a draft against the target's output, and commit the accepted and bonus tokens."""
-    verify = partial(verifier.verify, tree, output.logits, state)
+    verify = partial(verifier.verify, tree, output.logits, state, output.result)
     verdict = target.rows.pool.retried(verify) if verifier.can_repeat else verify()
     state.commit(verdict)
     target.keep(verdict.paths)

@@ -15,26 +15,31 @@ token, after all of the user's logits processors, evaluated with that node's own
 ===================  ============================================================================
 
 On a CPU the walk visits one level at a time and computes nothing for nodes off the path. On a GPU
-every level would synchronize, so all nodes are verified together and the outcome is fetched once,
-unless a processor reads prefixes or the output has scores or logits.
+every level would synchronize, so the `verify_tree` kernel walks and the outcome is fetched once,
+unless a processor reads prefixes or the output has scores or logits. It runs in the CUDA graph of
+the target's step if the processors are temperature, top-k, top-p, and min-p in this order, and all
+rows draw or none does.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hf_spec_kernels import serves, verify_tree
+from hf_spec_kernels import Filter, filter_scores, serves, verify_tree
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from hf_spec.backend.device import transfer
 from hf_spec.backend.device.transfer import fetch, send
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import NodeProcessors
 from hf_spec.engine.decode.sampling import draw_or_none
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import Readout
 from hf_spec.engine.runner import ModelRunner
 
 
@@ -57,8 +62,17 @@ class Verifier(LogitsProcessor):
         """Return True if the next `verify` reads the best logit of each node and no other."""
         return False
 
-    def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
-        """Walk every unfinished row down its tree of N nodes, by the target's (N, V) logits."""
+    def readout(self, tree: DraftTree, state: GenerationState) -> Readout:
+        """Return what the next `verify` reads of the target's logits."""
+        return Readout(self.reads_best_only(state))
+
+    def verify(
+        self, tree: DraftTree, logits: Tensor, state: GenerationState, result: Tensor | None = None
+    ) -> Verdict:
+        """Walk every unfinished row down its tree of N nodes, by the target's (N, V) logits.
+
+        `result` is that of the readout, if it ran with the target's step.
+        """
         walk = Walk(self.processors, logits, state)
         accepted: list[list[int]] = [[] for _ in range(tree.num_rows)]
         bonus: list[int | None] = [None] * tree.num_rows
@@ -87,11 +101,6 @@ class Verifier(LogitsProcessor):
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
         """Precompute what is computed for all nodes together."""
-
-    def _all_together(self, logits: Tensor, state: GenerationState) -> bool:
-        """Return True if all nodes are verified together, on a GPU."""
-        by_level = self.processors.reads_prefix or state.keep_scores or state.keep_logits
-        return serves(logits) and not by_level
 
     @abstractmethod
     def _step(
@@ -149,18 +158,42 @@ class Walk:
         return scores
 
 
-class NodeDraw(Verifier):
+class ExactVerifier(Verifier):
+    """Verifier that walks whole trees by the `verify_tree` kernel on a GPU."""
+
+    def readout(self, tree: DraftTree, state: GenerationState) -> Readout:
+        """Return the walk on the device if all rows follow one rule."""
+        if state.device.type not in transfer.ASYNCHRONOUS or self._by_level(state):
+            return super().readout(tree, state)
+        alike = len({state.draws[row] for row in state.unfinished}) == 1
+        filters = self.processors.filters(_node_rows(tree)) if alike else None
+        return Readout() if filters is None else _tree_walk(tree, state, filters)
+
+    def verify(
+        self, tree: DraftTree, logits: Tensor, state: GenerationState, result: Tensor | None = None
+    ) -> Verdict:
+        """Verify a tree, see `Verifier`."""
+        if result is not None:
+            return _fetched(tree, result, state)
+        if self._by_level(state) or not serves(logits):
+            return super().verify(tree, logits, state)
+        scores = Walk(self.processors, logits, state).scores_of_all(tree)
+        if state.drawing:
+            scores = _mask_greedy_rows(scores, _node_rows(tree), state)
+        walk = _tree_walk(tree, state)
+        assert walk.compute is not None
+        return _fetched(tree, walk.compute(scores, send(walk.tensors, scores.device)), state)
+
+    def _by_level(self, state: GenerationState) -> bool:
+        """Return True if each node's scores are computed when the walk reaches it."""
+        return self.processors.reads_prefix or state.keep_scores or state.keep_logits
+
+
+class NodeDraw(ExactVerifier):
     """One draw per node, see the module; greedy rows take the argmax.
 
     Rows that draw may be in a batch with greedy rows: drafts depend on neither.
     """
-
-    def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
-        """Verify a tree, see `Verifier`; where possible a GPU draws and walks."""
-        if not self._all_together(logits, state):
-            return super().verify(tree, logits, state)
-        scores = Walk(self.processors, logits, state).scores_of_all(tree)
-        return _walk_on_device(tree, scores, state)
 
     def reads_best_only(self, state: GenerationState) -> bool:
         """Return True if all rows are greedy, without processors, scores and logits."""
@@ -185,19 +218,12 @@ class NodeDraw(Verifier):
         return _follow(tree, here, tokens)
 
 
-class ResidualRejection(Verifier):
+class ResidualRejection(ExactVerifier):
     """Leviathan's rule on chains and its extension to siblings on trees; see the module."""
-
-    def _begin(self, tree: DraftTree, walk: Walk) -> None:
-        if self._all_together(walk.raw, walk.state):
-            probs = walk.scores_of_all(tree).softmax(dim=-1, dtype=torch.float32)
-            walk.choices = fetch(self._judge(tree, range(tree.num_nodes), probs))
 
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
-        if walk.choices is not None:
-            return _follow(tree, here, [walk.choices[node] for node in here.values()])
         probs = walk.visit(here, paths).softmax(dim=-1)
         return _follow(tree, here, self._judge(tree, list(here.values()), probs).tolist())
 
@@ -264,18 +290,50 @@ def _mask_greedy_rows(scores: Tensor, rows: Sequence[int], state: GenerationStat
     return scores
 
 
-def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> Verdict:
-    """Return the verdict of the `verify_tree` kernel, in one transfer."""
-    uniforms = None
+@dataclass(frozen=True)
+class _TreeWalk:
+    """Filters and a walk of whole trees on the device; the flags name its inputs."""
+
+    filters: bool
+    draws: bool
+    residual: bool
+
+    def __call__(self, logits: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the packed verdict, see `TreeVerdict`; all inputs may end with padding."""
+        tokens, parent, row_start, *others = tensors
+        count = min(len(logits), len(tokens))
+        inputs = iter([tensor[:count] for tensor in others])
+        scores = logits[:count]
+        if self.filters:
+            scores = filter_scores(scores, next(inputs))
+        uniforms = next(inputs) if self.draws else None
+        draft_probs = next(inputs) if self.residual else None
+        tree = (tokens[:count], parent[:count], row_start, count)
+        return verify_tree(scores, *tree, uniforms, draft_probs).packed
+
+
+def _tree_walk(tree: DraftTree, state: GenerationState, filters: Sequence[Filter] = ()) -> Readout:
+    """Return the walk of a tree; its inputs are on the host except the draft's probabilities."""
+    lists = (tree.tokens, tree.parent, tree.row_start)
+    tensors = [torch.tensor(values, dtype=torch.long) for values in lists]
+    filtering = any(chosen != Filter() for chosen in filters)
+    if filtering:
+        tensors.append(torch.tensor(filters, dtype=torch.float32))
+    draft_probs = tree.draft_probs if state.drawing else None
+    residual = draft_probs is not None
     if state.drawing:
-        scores = _mask_greedy_rows(scores, _node_rows(tree), state)
-        uniforms = torch.rand(len(scores), device=scores.device)
-    most = max(len(tree.nodes(row)) for row in range(tree.num_rows))
-    result = verify_tree(scores, *tree.on(scores.device), most, uniforms)
-    columns = (result.num_accepted[:, None], result.bonus[:, None], result.accepted)
+        # Drawn on the host, they are sent with the rest.
+        tensors.append(torch.rand(tree.num_nodes, *[2] * residual))
+    if draft_probs is not None:
+        tensors.append(draft_probs)
+    return Readout(compute=_TreeWalk(filtering, state.drawing, residual), tensors=tensors)
+
+
+def _fetched(tree: DraftTree, packed: Tensor, state: GenerationState) -> Verdict:
+    """Return the verdict that `_TreeWalk` packed on the device, in one transfer."""
     accepted: list[list[int]] = []
     bonus: list[int | None] = []
-    for row, (count, last, *path) in enumerate(fetch(torch.cat(columns, dim=1))):
+    for row, (count, last, *path) in enumerate(fetch(packed)[: tree.num_rows]):
         drafted = [tree.tokens[node] for node in path[:count]]
         # As in `Verifier.verify`, the walk stops at an end of sequence.
         end = next((i for i, token in enumerate(drafted) if state.stop.ends_sequence(token)), None)

@@ -20,7 +20,7 @@ import threading
 import traceback
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ DEVICES = {"cuda"}
 MAX_TOKENS, MAX_QUERIES = 1024, 256
 # Most tokens of a row in the first step of a program. After a prompt, steps run one by one.
 MAX_PROGRAM_QUERIES = 32
-# Limits per model: graphs, and bytes of their outputs, which are mostly logits.
+# Limits per model: graphs, and bytes of their inputs and outputs, which are mostly logits.
 MAX_GRAPHS, MAX_OUTPUT_BYTES = 32, 2**29
 # Extra tokens per slot for the last draft, which may exceed the maximum length.
 DRAFT_ROOM = 64
@@ -252,7 +252,8 @@ class StepGraphs:
         outputs = self._try(compute, shape)
         if outputs is None:
             return None
-        shape.nbytes = sum(output.nbytes for output in outputs)
+        inputs_of_steps = chain.from_iterable(step.inputs for step in shape.steps)
+        shape.nbytes = sum(tensor.nbytes for tensor in (*outputs, *inputs_of_steps))
         return outputs
 
     def put(self, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:

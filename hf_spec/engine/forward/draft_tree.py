@@ -7,15 +7,13 @@ token, whose keys and values are not stored yet. A finished row has no nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from hf_spec.backend.device.transfer import send
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +41,6 @@ class DraftTree:
     row_start: list[int]
     draft_probs: Tensor | None = None
     node_probs: list[float] | None = None
-    _sent: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(
-        default_factory=dict, repr=False
-    )
 
     @classmethod
     def from_rows(
@@ -132,15 +127,6 @@ class DraftTree:
     def height(self, row: int) -> int:
         """Return the depth of the deepest token of `row`; 0 for a root alone or a finished row."""
         return max([self.depth[n] for n in self.nodes(row) if self.tokens[n] >= 0], default=0)
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `tokens`, `parent` and `row_start` as int64 tensors on a device, copied once."""
-        if device not in self._sent:
-            lists = (self.tokens, self.parent, self.row_start)
-            tensors = [torch.tensor(values, dtype=torch.long) for values in lists]
-            tokens, parent, row_start = send(tensors, device)
-            self._sent[device] = tokens, parent, row_start
-        return self._sent[device]
 
     @cached_property
     def ancestor_mask(self) -> Tensor:

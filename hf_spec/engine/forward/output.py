@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,17 +17,37 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
+@dataclass(frozen=True)
+class Readout:
+    """What is read of the logits of a step.
+
+    Attributes:
+        best_only: True if it is the best logit of each node and no other.
+        compute: function of the logits and of `tensors` on the device, which may both end with
+            padding. A hashable key of its operations, which must not synchronize.
+        tensors: inputs on the host or the device, with one line per node or row.
+    """
+
+    best_only: bool = False
+    compute: Callable[[Tensor, Sequence[Tensor]], Tensor] | None = None
+    tensors: Sequence[Tensor] = ()
+
+
+ALL_LOGITS = Readout()
+
+
 @dataclass
 class ForwardOutput:
     """Result of a forward pass; the next one may overwrite its tensors.
 
     Attributes:
         logits: (M, V) in the model's dtype, one line per node that ran, in tree order. If
-            `forward` was called with `best_only`, logits other than the largest may be -inf.
+            `best_only` logits were read, those other than the largest may be -inf.
         hidden: index into `hidden_states` -> (T, hidden size) of all tokens that ran.
         pending: row -> indices of its pending tokens among the T, without the root.
         nodes: M indices of the nodes among the T.
         storage: keys and values of the committed tokens.
+        result: that of `Readout.compute` if it ran with the step.
     """
 
     logits: Tensor
@@ -34,6 +55,7 @@ class ForwardOutput:
     pending: dict[int, list[int]] = field(default_factory=dict)
     nodes: list[int] = field(default_factory=list)
     storage: RowStorage | None = None
+    result: Tensor | None = None
 
     def committed_indices(self, verdict: Verdict) -> dict[int, list[int]]:
         """Return row -> indices among the T of its pending tokens, root and accepted nodes."""

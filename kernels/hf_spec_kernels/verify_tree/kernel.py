@@ -3,9 +3,11 @@
 The first kernel reduces the logits of each node to two numbers per chunk of the vocabulary: the
 maximum with its index, or the maximum with the sum of weights. In the second kernel one program per
 row walks the tree. At a node it selects the chunk of the token; sampling reads that chunk again.
+Every rejected child of a sampled draft costs one pass over the logits and draft probabilities of
+its parent; the distributions after several rejections are computed anew from the masses of all.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: N803, PLR0124, PLR0913 - upper-case names at compile time, x != x for NaN, pointers
+# ruff: noqa: N803, PLR0124, PLR0913, PLR0915 - names at compile time, x != x for NaN, pointers
 
 from __future__ import annotations
 
@@ -18,13 +20,14 @@ from hf_spec_kernels.configs import vocabulary_config
 from hf_spec_kernels.dispatch import DTYPES, check_tensor, launches
 
 OP = "verify_tree"
+# The least finite float32.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def _weights(logits, top):
-    """Return exp(logits - top): 0 for NaN and -inf, 1 for the largest even if it is infinite."""
-    weights = tl.where(logits == top, 1.0, tl.exp(logits - top))
-    return tl.where(logits > float("-inf"), weights, 0.0)
+    """Return exp(logits - top), 0 for -inf even if `top` is; NaN where the softmax is undefined."""
+    return tl.exp(logits - tl.maximum(top, LOWEST))
 
 
 @triton.jit
@@ -74,58 +77,152 @@ def _first_beyond(weights, goal, index, SENTINEL: tl.constexpr):
     return found, tl.sum(tl.where(index < found, weights, 0.0), axis=0)
 
 
+@triton.jit
+def _after_rejections(
+    logits_ptr, draft_ptr, index, vocab_size, top, total, rejected, masses, rests, num_rejected,
+    BLOCK_N: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Return p and q at `index` after the rejections of a node's first children.
+
+    `rejected`, `masses` and `rests` have their tokens, the sums of max(p - q, 0), and those of q
+    without the token. Where a sum is 0, up to rounding, the distribution stays.
+    """
+    inside = (index >= 0) & (index < vocab_size)
+    logits = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(tl.float32)
+    target = _weights(logits, top) / total
+    draft = target
+    if RESIDUAL:
+        draft = tl.load(draft_ptr + index, mask=inside, other=0.0)
+        step = tl.arange(0, BLOCK_N)
+        for number in range(num_rejected):
+            token = tl.sum(tl.where(step == number, rejected, 0), axis=0)
+            mass = tl.sum(tl.where(step == number, masses, 0.0), axis=0)
+            rest = tl.sum(tl.where(step == number, rests, 0.0), axis=0)
+            residual = tl.maximum(target - draft, 0.0) / tl.where(mass > 0.0, mass, 1.0)
+            target = tl.where(mass > 0.0, residual, target)
+            draft = tl.where(index == token, 0.0, draft) / tl.where(rest > 0.0, rest, 1.0)
+    return target, draft
+
+
+@triton.jit
+def _judge(
+    logits_ptr, draft_ptr, accept_ptr, tokens, drafted, sums, vocab_size, num_chunks, top, total,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return the token of the accepted child or -1, the rejections and the chunk sums after them.
+
+    `accept_ptr` has the uniforms of the row, in steps of two.
+    """
+    step, chunk = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
+    accepted = tl.full([], -1, tl.int64)
+    rejected = tl.full([BLOCK_N], -1, tl.int64)
+    masses = tl.zeros([BLOCK_N], tl.float32)
+    rests = tl.zeros([BLOCK_N], tl.float32)
+    num_rejected = tl.full([], 0, tl.int32)
+    child = tl.min(tl.where(drafted, step, BLOCK_N), axis=0)
+    while child < BLOCK_N:
+        token = tl.sum(tl.where(step == child, tokens, 0), axis=0)
+        p, q = _after_rejections(
+            logits_ptr, draft_ptr, token, vocab_size, top, total,
+            rejected, masses, rests, num_rejected, BLOCK_N, True,
+        )  # fmt: skip
+        fits = tl.load(accept_ptr + 2 * child) * q < p
+        drafted = drafted & (step != child)
+        if fits:
+            accepted = token
+        else:
+            residuals = tl.zeros([BLOCK_C], tl.float32)
+            rest = tl.full([], 0.0, tl.float32)
+            for number in range(num_chunks):
+                index = number * BLOCK_V + tl.arange(0, BLOCK_V)
+                ps, qs = _after_rejections(
+                    logits_ptr, draft_ptr, index, vocab_size, top, total,
+                    rejected, masses, rests, num_rejected, BLOCK_N, True,
+                )  # fmt: skip
+                residual = tl.sum(tl.maximum(ps - qs, 0.0), axis=0)
+                residuals = tl.where(chunk == number, residual, residuals)
+                rest += tl.sum(tl.where(index == token, 0.0, qs), axis=0)
+            mass = tl.sum(residuals, axis=0)
+            sums = tl.where(mass > 0.0, residuals / tl.where(mass > 0.0, mass, 1.0), sums)
+            rejected = tl.where(step == num_rejected, token, rejected)
+            masses = tl.where(step == num_rejected, mass, masses)
+            rests = tl.where(step == num_rejected, rest, rests)
+            num_rejected += 1
+        child = tl.where(fits, BLOCK_N, tl.min(tl.where(drafted, step, BLOCK_N), axis=0))
+    return accepted, sums, rejected, masses, rests, num_rejected
+
+
 @triton.jit(do_not_specialize=["max_accepted"])
 def walk_kernel(
-    logits_ptr, top_ptr, where_ptr, token_ptr, parent_ptr, row_start_ptr, uniforms_ptr,
-    accepted_ptr, num_accepted_ptr, bonus_ptr,
-    stride_logits, max_accepted, vocab_size, num_chunks,
+    logits_ptr, top_ptr, where_ptr, token_ptr, parent_ptr, row_start_ptr, uniforms_ptr, draft_ptr,
+    packed_ptr,
+    stride_logits, stride_draft, stride_uniforms, max_accepted, vocab_size, num_chunks,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    SENTINEL: tl.constexpr, DRAW: tl.constexpr,
+    SENTINEL: tl.constexpr, DRAW: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
-    node = tl.load(row_start_ptr + row)
+    root = tl.load(row_start_ptr + row)
     end = tl.load(row_start_ptr + row + 1)
     step = tl.arange(0, BLOCK_N)
-    offs_n = node + step
+    offs_n = root + step
     tokens = tl.load(token_ptr + offs_n, mask=offs_n < end, other=-1)
     parents = tl.load(parent_ptr + offs_n, mask=offs_n < end, other=-1)
     path = tl.full([BLOCK_N], -1, tl.int64)
     chunk = tl.arange(0, BLOCK_C)
+    inside = chunk < num_chunks
     count = tl.full([], 0, tl.int64)
     bonus = tl.full([], -1, tl.int64)
+    node = root
     walking = node < end
     while walking:
         stats = node * num_chunks + chunk
-        inside = chunk < num_chunks
         tops = tl.load(top_ptr + stats, mask=inside, other=float("-inf"))
+        drafted = (parents == node) & (tokens >= 0) & (offs_n < end)
         if DRAW:
+            logits, draft = logits_ptr + node * stride_logits, draft_ptr + node * stride_draft
             top = tl.max(tops, axis=0)
             sums = tl.load(where_ptr + stats, mask=inside, other=0.0) * _weights(tops, top)
-            goal = tl.load(uniforms_ptr + node) * tl.sum(sums, axis=0)
-            chosen, before = _first_beyond(sums, goal, chunk, SENTINEL)
-            index = chosen * BLOCK_V + tl.arange(0, BLOCK_V)
-            logits = tl.load(
-                logits_ptr + node * stride_logits + index,
-                mask=(index >= 0) & (index < vocab_size),
-                other=float("-inf"),
-            ).to(tl.float32)
-            token, _ = _first_beyond(_weights(logits, top), goal - before, index, SENTINEL)
+            total = tl.sum(sums, axis=0)
+            # NaN where the logits have NaN or +inf, 0 where all are -inf: no token is found below.
+            total = tl.where(total == 0.0, 1.0, total)
+            sums /= total
+            bonus = tl.full([], -1, tl.int64)
+            rejected = tl.full([BLOCK_N], -1, tl.int64)
+            masses = tl.zeros([BLOCK_N], tl.float32)
+            rests = tl.zeros([BLOCK_N], tl.float32)
+            num_rejected = tl.full([], 0, tl.int32)
+            if RESIDUAL:
+                bonus, sums, rejected, masses, rests, num_rejected = _judge(
+                    logits, draft, uniforms_ptr + root * stride_uniforms + 1, tokens,
+                    drafted, sums, vocab_size, num_chunks, top, total,
+                    BLOCK_V, BLOCK_C, BLOCK_N,
+                )  # fmt: skip
+            if bonus < 0:
+                goal = tl.load(uniforms_ptr + node * stride_uniforms) * tl.sum(sums, axis=0)
+                chosen, before = _first_beyond(sums, goal, chunk, SENTINEL)
+                index = chosen * BLOCK_V + tl.arange(0, BLOCK_V)
+                probs, _ = _after_rejections(
+                    logits, draft, index, vocab_size, top, total,
+                    rejected, masses, rests, num_rejected, BLOCK_N, RESIDUAL,
+                )  # fmt: skip
+                token, _ = _first_beyond(probs, goal - before, index, SENTINEL)
+                bonus = token.to(tl.int64)
         else:
             places = tl.load(where_ptr + stats, mask=inside, other=SENTINEL)
             _, best = _largest(tops, chunk, SENTINEL)
             token = tl.min(tl.where(chunk == best, places, SENTINEL), axis=0)
-        bonus = token.to(tl.int64)
-        match = (parents == node) & (tokens == bonus) & (bonus >= 0) & (offs_n < end)
-        child = tl.min(tl.where(match, step, BLOCK_N), axis=0)
+            bonus = token.to(tl.int64)
+        child = tl.min(tl.where(drafted & (tokens == bonus), step, BLOCK_N), axis=0)
         walking = child < BLOCK_N
         if walking:
-            node = tl.load(row_start_ptr + row) + child
+            node = root + child
             path = tl.where(step == count, node, path)
             count += 1
-    tl.store(accepted_ptr + row * max_accepted + step, path, mask=step < max_accepted)
-    tl.store(num_accepted_ptr + row, count)
-    tl.store(bonus_ptr + row, bonus)
+    packed_ptr += row * (2 + max_accepted)
+    tl.store(packed_ptr, count)
+    tl.store(packed_ptr + 1, bonus)
+    tl.store(packed_ptr + 2 + step, path, mask=step < max_accepted)
 
 
 def verify_tree(
@@ -135,7 +232,8 @@ def verify_tree(
     row_start: Tensor,
     max_nodes: int,
     uniforms: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    draft_probs: Tensor | None,
+) -> Tensor:
     """Launch both kernels; see the package's function."""
     device = logits.device
     check_tensor("logits", logits, (None, None), DTYPES, device)
@@ -144,14 +242,18 @@ def verify_tree(
     check_tensor("parent", parent, (num_nodes,), torch.int64, device)
     check_tensor("row_start", row_start, (None,), torch.int64, device)
     if uniforms is not None:
-        check_tensor("uniforms", uniforms, (num_nodes,), torch.float32, device)
+        shape = (num_nodes,) if draft_probs is None else (num_nodes, 2)
+        check_tensor("uniforms", uniforms, shape, torch.float32, device)
+        uniforms = uniforms.contiguous()
+    if draft_probs is not None:
+        check_tensor("draft_probs", draft_probs, logits.shape, torch.float32, device)
     if not vocab_size or not row_start.shape[0]:
         raise ValueError(f"logits {tuple(logits.shape)} of {row_start.shape[0] - 1} rows: no tree")
     num_rows, draw = row_start.shape[0] - 1, uniforms is not None
-    accepted = row_start.new_empty(num_rows, max(max_nodes - 1, 0))
-    num_accepted, bonus = row_start.new_empty(num_rows), row_start.new_empty(num_rows)
+    max_accepted = max(max_nodes - 1, 0)
+    packed = row_start.new_empty(num_rows, 2 + max_accepted)
     if not num_rows:
-        return accepted, num_accepted, bonus
+        return packed
     chosen = vocabulary_config(OP, logits)
     chunk_size = chosen["BLOCK_V"]
     num_chunks = triton.cdiv(vocab_size, chunk_size)
@@ -165,12 +267,13 @@ def verify_tree(
             SENTINEL=sentinel, DRAW=draw, **chosen,
         )  # fmt: skip
     launches[OP] += 1
+    draft = top if draft_probs is None else draft_probs
+    uniforms = top if uniforms is None else uniforms
     walk_kernel[(num_rows,)](
-        logits, top, where, token_ids, parent, row_start, top if uniforms is None else uniforms,
-        accepted, num_accepted, bonus,
-        logits.stride(0), accepted.shape[1], vocab_size, num_chunks,
+        logits, top, where, token_ids, parent, row_start, uniforms, draft, packed,
+        logits.stride(0), draft.stride(0), uniforms.stride(0), max_accepted, vocab_size, num_chunks,
         BLOCK_V=chunk_size, BLOCK_C=triton.next_power_of_2(num_chunks),
         BLOCK_N=triton.next_power_of_2(max(max_nodes, 16)),
-        SENTINEL=sentinel, DRAW=draw,
+        SENTINEL=sentinel, DRAW=draw, RESIDUAL=draft_probs is not None,
     )  # fmt: skip
-    return accepted, num_accepted, bonus
+    return packed

@@ -2,44 +2,69 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 
-def verify_tree_ref(
+def verify_tree_ref(  # noqa: PLR0913 - logits and the fields of a tree
     logits: Tensor,
     token_ids: Tensor,
     parent: Tensor,
     row_start: Tensor,
     max_nodes: int,
     uniforms: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    draft_probs: Tensor | None = None,
+) -> Tensor:
     """Compute `verify_tree`; synchronizes with the device."""
-    choice = (logits.argmax(dim=-1) if uniforms is None else _draw(logits, uniforms)).tolist()
     tokens, above, starts = token_ids.tolist(), parent.tolist(), row_start.tolist()
-    num_rows = len(starts) - 1
-    accepted = torch.full((num_rows, max(max_nodes - 1, 0)), -1)
-    num_accepted, bonus = torch.zeros(num_rows).long(), torch.full((num_rows,), -1)
-    for row in range(num_rows):
-        nodes = range(starts[row], starts[row + 1])
-        node = next(iter(nodes), None)
+    draw, accept = uniforms, None
+    if uniforms is not None and draft_probs is not None:
+        draw, accept = uniforms.unbind(dim=1)
+    packed = []
+    for start, end in pairwise(starts):
+        path: list[int] = []
+        bonus, node = -1, start if start < end else None
         while node is not None:
-            bonus[row] = choice[node]
-            node = next((n for n in nodes if above[n] == node and tokens[n] == bonus[row]), None)
-            if node is not None:
-                accepted[row, num_accepted[row]] = node
-                num_accepted[row] += 1
-    device = logits.device
-    return accepted.to(device), num_accepted.to(device), bonus.to(device)
+            children = [n for n in range(start, end) if above[n] == node and tokens[n] >= 0]
+            if draw is None:
+                bonus = int(logits[node].argmax())
+            else:
+                target = logits[node].double().softmax(dim=-1)
+                if draft_probs is not None and accept is not None:
+                    drawn = [(tokens[n], float(accept[n])) for n in children]
+                    target = _after_rejections(target, draft_probs[node].double(), drawn)
+                bonus = _draw(target, float(draw[node]))
+            node = next((n for n in children if tokens[n] == bonus), None)
+            path += [] if node is None else [node]
+        packed.append([len(path), bonus, *path, *[-1] * (max(max_nodes - 1, 0) - len(path))])
+    return row_start.new_tensor(packed).view(len(packed), 2 + max(max_nodes - 1, 0))
 
 
-def _draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample (N,) int64 by inverting the cumulative distribution; -1 without any probability."""
-    wide = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    top = wide.amax(dim=-1, keepdim=True)
-    # An infinite logit gives finite ones probability 0.
-    weights = torch.where(wide == top, 1.0, (wide - top).exp()) * (wide > -torch.inf)
-    total = weights.cumsum(dim=-1)
-    beyond = (total > uniforms.double()[:, None] * total[:, -1:]) & (weights > 0)
-    drawn = beyond.int().argmax(dim=-1)
-    return torch.where(beyond.any(dim=-1), drawn, -1)
+def _after_rejections(target: Tensor, draft: Tensor, drawn: list[tuple[int, float]]) -> Tensor:
+    """Return (V,) probabilities of the next token, given drawn tokens and uniforms to accept them.
+
+    They are one-hot at an accepted token.
+    """
+    for token, uniform in drawn:
+        if uniform * draft[token] < target[token]:
+            return torch.zeros_like(target).index_fill(0, _index(token, target), 1.0)
+        residual = (target - draft).clamp(min=0)
+        # An empty residual means p = q up to rounding: a rejection there has no probability.
+        target = residual / residual.sum() if residual.sum() > 0 else target
+        draft = draft.index_fill(0, _index(token, draft), 0.0)
+        draft = draft / draft.sum() if draft.sum() > 0 else draft
+    return target
+
+
+def _index(token: int, like: Tensor) -> Tensor:
+    """Return a token as an index of one element."""
+    return torch.tensor([token], device=like.device)
+
+
+def _draw(probs: Tensor, uniform: float) -> int:
+    """Sample by inverting the cumulative distribution of (V,) float64; -1 where it is undefined."""
+    total = probs.cumsum(dim=-1)
+    beyond = (total > uniform * total[-1]) & (probs > 0)
+    return int(beyond.int().argmax()) if beyond.any() else -1

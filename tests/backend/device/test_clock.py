@@ -146,7 +146,8 @@ def test_a_measured_draft_is_charged_for_what_it_queued(monkeypatch: pytest.Monk
                 gpu.restart()
                 tree = drafter.draft(state, state.draft_limits)
                 known.append(len(learned))
-                output = target.forward(tree, state.tokens)
+                readout = verifier.readout(tree, state)
+                output = target.forward(tree, state.tokens, readout=readout)
                 finish_step(target, drafter, verifier, state, tree, output)
                 assert (gpu.fetches, gpu.waits) == (1, {})
     drafts = [spent["draft"] for *_, spent in learned if "draft" in spent]

@@ -6,19 +6,32 @@ from typing import Any
 
 import pytest
 import torch
-from hf_spec_kernels import using
+from hf_spec_kernels import Filter, using
 from torch import Tensor
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
+from transformers import (
+    InfNanRemoveLogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_spec.engine.decode import verifiers as verification
 from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.logits_processors import RowProcessors
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection, Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import Readout
 from hf_spec.evaluation.lossless.distribution import chi_square
+from tests.fake_gpu import DEVICE, OnGpu, held, pretended
 
 VOCAB = 6
+ALL_BEST = Readout(best_only=True)
 
 
 def make_state(prompts: list[list[int]], eos: int | None = None, **options: Any) -> GenerationState:
@@ -247,13 +260,13 @@ class TestRowsThatDrawBesideOthers:
 class TestAllNodesAtOnce:
     """What a GPU does, here by the interpreted kernel."""
 
-    ROWS = 3000
+    ROWS = 1000
 
     def both(self, rule: type[Verifier], tree: DraftTree, logits: Tensor, **options: Any) -> Any:
         """The verdict level by level, and the one of all nodes at once."""
         rows = tree.num_rows
         state = make_state([[1]] * rows, **options)
-        processors = [TopKLogitsWarper(3)]
+        processors = [InfNanRemoveLogitsProcessor()]
         apart = rule(processors, rows).verify(tree, logits, state)
         with using("triton"):
             return apart, rule(processors, rows).verify(tree, logits, state)
@@ -315,23 +328,32 @@ class TestAllNodesAtOnce:
         check_counts(first, [0.0, 0.1, 0.5, 0.4])
         check_counts([tokens[1] for tokens in said if len(tokens) == 2], [0.6, 0.2, 0.2])
 
-    def test_residual_rejection_keeps_the_distribution(self) -> None:
-        """Two siblings drawn without replacement from a distribution far from the target's."""
+    @pytest.mark.parametrize("right", [True, False])
+    def test_residual_rejection_keeps_the_distribution(
+        self, right: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two siblings drawn without replacement from a distribution far from the target's.
+
+        Not if the draft gives another distribution than that it was drawn from.
+        """
         torch.manual_seed(0)
         draft, target = torch.tensor([0.5, 0.3, 0.2, 0, 0, 0]), [0.1, 0.2, 0.3, 0.4]
         children = torch.multinomial(draft.expand(self.ROWS, -1), 2).tolist()
-        tree = DraftTree.from_rows(
-            [([1, *pair], [-1, 0, 0]) for pair in children],
-            draft_probs=torch.stack([draft, draft * 0, draft * 0]).repeat(self.ROWS, 1),
-        )
+        given = draft if right else torch.full_like(draft, 1 / VOCAB)
         logits = probabilities([target, [1.0], [1.0]] * self.ROWS)
         state = make_state([[1]] * self.ROWS, do_sample=True)
-        with using("triton"):
-            verdict = ResidualRejection([], self.ROWS).verify(tree, logits, state)
-        check_counts([verdict.tokens(row)[0] for row in range(self.ROWS)], target)
+        with pretended(monkeypatch) as gpu:
+            tree = DraftTree.from_rows(
+                [([1, *pair], [-1, 0, 0]) for pair in children],
+                draft_probs=OnGpu(torch.stack([given, draft * 0, draft * 0]).repeat(self.ROWS, 1)),
+            )
+            verdict = ResidualRejection([], self.ROWS).verify(tree, OnGpu(logits), state)
+        assert (gpu.launches, gpu.sends, gpu.fetches, gpu.waits.total()) == (1, 1, 1, 0)
+        cells = counted([verdict.tokens(row)[0] for row in range(self.ROWS)], target)
+        assert (chi_square(cells).p_value > 1e-6) == right
         kept = [len(nodes) for nodes in verdict.accepted]
         # By hand: of first siblings sum min(p, q) = 0.5 are kept, and more of second ones.
-        assert sum(kept) > 0.5 * self.ROWS
+        assert (sum(kept) > 0.5 * self.ROWS) or not right
 
     def test_a_target_that_says_nothing_is_an_error(self) -> None:
         state = make_state([[1]], do_sample=True)
@@ -340,11 +362,116 @@ class TestAllNodesAtOnce:
             NodeDraw([], 1).verify(DraftTree.from_rows([([1], [-1])]), logits, state)
 
 
-def check_counts(tokens: list[int], expected: list[float]) -> None:
+class TestReadout:
+    """What runs in the CUDA graph of the target's step."""
+
+    ROWS = 1000
+    PROCESSORS = (TemperatureLogitsWarper(0.8), TopKLogitsWarper(3), TopPLogitsWarper(0.9))
+
+    def verdict(
+        self, rule: type[Verifier], processors: Any, tree: DraftTree, logits: Tensor, padding: int
+    ) -> Verdict:
+        """The verdict of a step whose inputs end with `padding`."""
+        state = make_state([[1]] * tree.num_rows, do_sample=True)
+        state.device = DEVICE
+        verifier = rule(processors, tree.num_rows)
+        readout = verifier.readout(tree, state)
+        assert readout.compute is not None
+        tensors = [held(tensor) for tensor in readout.tensors]
+        padded = [torch.cat([t, t.new_zeros(padding, *t.shape[1:])]) for t in tensors]
+        # A step may have more tokens for the head than nodes.
+        wide = torch.cat([logits, torch.full((padding + 2, VOCAB), torch.nan)])
+        result = readout.compute(OnGpu(wide), [OnGpu(tensor) for tensor in padded])
+        return verifier.verify(tree, logits, state, result)
+
+    @pytest.mark.parametrize("right", [True, False])
+    def test_tokens_have_the_distribution_behind_all_processors(
+        self, right: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        torch.manual_seed(0)
+        tree = DraftTree.from_rows([([1, 2], [-1, 0])] * self.ROWS)
+        target = probabilities([[0.05, 0.3, 0.25, 0.2, 0.15, 0.05]])
+        logits = torch.cat([target, target.flip(1)]).repeat(self.ROWS, 1)
+        # A twin that keeps a token more.
+        wrong = [self.PROCESSORS[0], TopKLogitsWarper(4), *self.PROCESSORS[2:]]
+        processors = self.PROCESSORS if right else wrong
+        with pretended(monkeypatch) as gpu:
+            verdict = self.verdict(NodeDraw, processors, tree, logits, 3)
+            assert (gpu.launches, gpu.fetches, gpu.waits.total()) == (2, 1, 0)
+        first = [verdict.tokens(row)[0] for row in range(self.ROWS)]
+        expected = LogitsProcessorList(self.PROCESSORS)(torch.zeros(1, 1).long(), target)
+        probs = expected.softmax(dim=-1)[0].tolist()
+        assert 1 < sum(p > 0 for p in probs) < VOCAB
+        assert all(
+            (token == 2) == (len(verdict.tokens(row)) == 2) for row, token in enumerate(first)
+        )
+        outside = any(not probs[token] for token in first)
+        assert outside != right
+        if right:
+            check_counts(first, probs)
+
+    @pytest.mark.parametrize("right", [True, False])
+    def test_residual_rejection(self, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(0)
+        draft = torch.tensor([0.0, 0.1, 0.2, 0.7, 0.0, 0.0])
+        children = draft.expand(self.ROWS, -1).multinomial(1).tolist()
+        target = probabilities([[0.05, 0.3, 0.25, 0.2, 0.15, 0.05]])
+        given = draft if right else torch.full_like(draft, 1 / VOCAB)
+        tree = DraftTree.from_rows(
+            [([1, *child], [-1, 0]) for child in children],
+            draft_probs=torch.stack([given, draft * 0]).repeat(self.ROWS, 1),
+        )
+        logits = target.repeat(2 * self.ROWS, 1)
+        with pretended(monkeypatch):
+            verdict = self.verdict(ResidualRejection, self.PROCESSORS, tree, logits, 3)
+        first = [verdict.tokens(row)[0] for row in range(self.ROWS)]
+        expected = LogitsProcessorList(self.PROCESSORS)(torch.zeros(1, 1).long(), target)
+        cells = counted(first, expected.softmax(dim=-1)[0].tolist())
+        assert (chi_square(cells).p_value > 1e-6) == right
+
+    @pytest.mark.parametrize(
+        ("options", "processors"),
+        [
+            ({"keep_scores": True}, []),
+            ({}, [RepetitionPenaltyLogitsProcessor(1.5)]),
+            ({}, [TypicalLogitsWarper(0.9)]),
+            ({}, [TopKLogitsWarper(3), TemperatureLogitsWarper(0.5)]),
+        ],
+    )
+    def test_other_processors_run_behind_the_step(
+        self, options: dict[str, Any], processors: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        state = make_state([[1]], **options)
+        tree = DraftTree.from_rows([([1], [-1])])
+        with pretended(monkeypatch):
+            assert NodeDraw([], 1).readout(tree, make_state([[1]])) == ALL_BEST
+            state.device = DEVICE
+            assert NodeDraw(processors, 1).readout(tree, state).compute is None
+
+    def test_rows_of_several_rules_and_filters(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Filters are inputs of the step, per node; greedy rows beside others are masked."""
+        rows = RowProcessors(2, lambda row, error: None)
+        rows.begin(0, [TopKLogitsWarper(1)])
+        rows.begin(1, [TemperatureLogitsWarper(0.5), MinPLogitsWarper(0.2)])
+        state = make_state([[1]] * 2, do_sample=True)
+        state.device = DEVICE
+        tree = DraftTree.from_rows([([1, 2], [-1, 0]), ([1], [-1])])
+        with pretended(monkeypatch):
+            readout = NodeDraw([rows], 2).readout(tree, state)
+            expected = [Filter(top_k=1)] * 2 + [Filter(0.5, min_p=0.2)]
+            assert torch.equal(readout.tensors[3], torch.tensor(expected))
+            state.draws = [False, True]
+            assert NodeDraw([rows], 2).readout(tree, state).compute is None
+
+
+def counted(tokens: list[int], expected: list[float]) -> list[tuple[float, int]]:
     counts = torch.bincount(torch.tensor(tokens), minlength=len(expected))
     assert len(counts) == len(expected), "a token of probability 0 was said"
-    cells = [(p * len(tokens), int(n)) for p, n in zip(expected, counts, strict=True) if p]
-    assert chi_square(cells).p_value > 1e-6
+    return [(p * len(tokens), int(n)) for p, n in zip(expected, counts, strict=True) if p]
+
+
+def check_counts(tokens: list[int], expected: list[float]) -> None:
+    assert chi_square(counted(tokens, expected)).p_value > 1e-6
 
 
 class TestScores:

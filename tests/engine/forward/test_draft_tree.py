@@ -103,17 +103,6 @@ def test_ancestor_mask_of_a_chain_is_causal(length: int) -> None:
     assert torch.equal(tree.ancestor_mask, torch.ones(length, length).tril().bool())
 
 
-def test_tensors_are_those_of_the_lists_and_made_once_a_device() -> None:
-    tree = DraftTree.from_rows(random_rows(3, num_rows=4))
-    host = torch.device("cpu")
-    tensors = tree.on(host)
-    assert [tensor.tolist() for tensor in tensors] == [tree.tokens, tree.parent, tree.row_start]
-    assert {tensor.dtype for tensor in tensors} == {torch.long}
-    assert tree.on(host) is tensors
-    assert tree.on(torch.device("meta"))[0].device.type == "meta"
-    assert tree.on(host) is tensors
-
-
 def test_children_keep_their_rank_and_are_found_by_token() -> None:
     tree = DraftTree.from_rows([CHAIN, FORK])
     assert tree.children == [[1], [2], [], [4, 5], [6], [7], [], []]

@@ -16,7 +16,7 @@ from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict, likeliest
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.output import ALL_LOGITS, ForwardOutput, Readout
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.drafter import DraftConfig, DraftModelDrafter
 from hf_spec.methods.draft_model.other_tokenizer.draft_text import DraftText
@@ -120,7 +120,7 @@ class SharedRunner(ModelRunner):
         tree: DraftTree,
         sequences: Sequence[Sequence[int]],
         nodes: Sequence[int] | None = None,
-        best_only: bool = False,
+        readout: Readout = ALL_LOGITS,
     ) -> ForwardOutput:
         """Return logits over the target's tokens."""
         tokens = [self.shared.to_draft(token) for token in tree.tokens]
@@ -128,7 +128,7 @@ class SharedRunner(ModelRunner):
             if first < end:
                 tokens[first] = self.texts[row][-1]
         draft_tokens = DraftTree(tokens, tree.parent, tree.depth, tree.row_start)
-        output = super().forward(draft_tokens, self.texts, nodes, best_only)
+        output = super().forward(draft_tokens, self.texts, nodes, readout)
         output.logits = self.shared.to_target_logits(output.logits)
         return output
 
