@@ -1,4 +1,4 @@
-"""Write the tables of the README and of this study from the records of `rounds`.
+"""Write the tables of the README and of this study from its records.
 
     python -m examples.studies.gpu.tables
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ ROOT = FOLDER.parents[2]
 PAGES = (ROOT / "README.md", FOLDER / "README.md")
 BLOCK = re.compile(r"(<!-- gpu: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CURRENT = FOLDER / "rounds_h100.json"
+ESTIMATES = FOLDER / "estimates.json"
 # Runs of the study's tables by heading.
 RUNS = {"A, uncompiled": FOLDER / "rounds_h100_uncompiled.json", "B, fused": CURRENT}
 # The model and the rows of the README's table.
@@ -128,9 +129,43 @@ def prefill() -> str:
     return Table(("", "tokens", "plain `generate()`", "`none`"), rows).markdown()
 
 
+def estimates(record: Mapping[str, Any] | None = None) -> str:
+    """Return the table of a record of `estimates`: times on the hosts of both runs."""
+    head = ("", "tokens", "GB read", "launches", "kernels", "plain, eager", "static + compiled")
+    rows = []
+    for one in (record or load(ESTIMATES))["estimates"]:
+        times = one["ms_per_token"].values()
+        cells = [
+            " / ".join("" if run[way] is None else f"{run[way]:.1f}" for run in times).strip(" /")
+            for way in ("plain", "none", "lookup", "draft")
+        ]
+        cells.insert(1, f"{one['static_compiled_ms']:.1f}")
+        sizes = f"{one['read'] / 1e9:.2f}", f"{one['eager']:.0f}", f"{one['kernels']:.0f}"
+        rows.append((one["model"], f"{one['context']:,}", *sizes, *cells))
+    return Table((*head, "`none`", "lookup", "draft of 5"), rows).markdown()
+
+
+def checks(record: Mapping[str, Any] | None = None) -> str:
+    """Return the table of measured rows beside their estimates."""
+    rows = [
+        (
+            one["run"],
+            one["model"],
+            NAMES.get(one["way"], one["way"]),
+            f"{one['estimated']:.2f}",
+            f"{round(one['measured'], 2)}",
+            f"{100 * (one['estimated'] / one['measured'] - 1):+.0f}%",
+        )
+        for one in (record or load(ESTIMATES))["compared"]
+    ]
+    return Table(("run", "sizes of", "", "estimated", "measured", "error"), rows).markdown()
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "short": short,
     "prefill": prefill,
+    "estimates": estimates,
+    "checks": checks,
     **{f"rounds_{model}": lambda model=model: study(model) for model in SIZES},  # type: ignore[misc]
 }
 
