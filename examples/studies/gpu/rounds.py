@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -312,7 +313,7 @@ def rounds(
     """
     dry = device.type == "cpu"
     speed = bandwidth(device, 2**20 if dry else 2**30)
-    found: dict[str, Any] = {"environment": environment(device)}
+    found: dict[str, Any] = {"date": f"{date.today()}", "environment": environment(device)}
     for name in names:
         sizes = {**SMALL, **SIZES}[name]
         model = build(sizes, device, torch.float32 if dry else torch.bfloat16)
