@@ -14,6 +14,25 @@ MUTANTS = (
         tests=("tests/drafting/test_token_graph.py::test_merges_exactly_where_the_rule_says",),
     ),
     Mutant(
+        "a chain is credited with siblings",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/acceptance_stats.py",
+        old="child is not None and child == proposals[0]",
+        new="child is not None",
+        tests=(
+            "tests/drafting/cost_model/test_acceptance_stats.py",
+            "tests/methods/block/test_config.py::TestChainOrTree",
+        ),
+    ),
+    Mutant(
+        "drafters are chosen as if their whole tree were sent",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/selection.py",
+        old="rates = {1: source.chain_rate, source.nodes_per_level: source.level_rate}",
+        new="rates = {source.nodes_per_level: source.level_rate}",
+        tests=("tests/drafting/cost_model/test_selection.py",),
+    ),
+    Mutant(
         "a merge may close a cycle",
         area="token graphs",
         file="hf_spec/drafting/token_graph.py",
