@@ -231,6 +231,10 @@ class DraftSource:
                 self.sizes[row] = len(self.tree.nodes(row)) - 1
                 self.read[row] = len(state.tokens[row])
 
+    def skip(self) -> None:
+        """Do not run the drafter in this round; its last draft is not judged again."""
+        self.limits = {}
+
     def useful_depth(self, row: int) -> int:
         """Return the depth at which the best node still has `MIN_REACH`, without probabilities."""
         reach, depth = 1.0, 0

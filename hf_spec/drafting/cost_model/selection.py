@@ -13,6 +13,7 @@ target's forward pass over all nodes, and the drafts. A round without a draft is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -94,8 +95,13 @@ def choose_nodes(
     trees: Mapping[int, MergedTree],
     max_nodes: int,
     draft_seconds: float = 0.0,
+    max_size: float = math.inf,
 ) -> tuple[PlannedRound, dict[int, list[int]]]:
-    """Return the fastest round over the drafts of all rows, and its nodes per row."""
+    """Return the fastest round over the drafts of all rows, and its nodes per row.
+
+    At most `max_nodes` nodes of a row are sent, and at most `max_size` of all rows with their
+    roots.
+    """
     ranked: list[tuple[float, int, int]] = []
     for row, tree in trees.items():
         nodes = [(reach, row, node) for node, reach in enumerate(tree.best_reach)][1:]
@@ -103,9 +109,12 @@ def choose_nodes(
         ranked += sorted(nodes, key=_by_reach)[:max_nodes]
     ranked.sort(key=_by_reach)
     totals = list(accumulate((reach for reach, _, _ in ranked), initial=float(len(trees))))
-    sizes = _forward_sizes(costs, trees, ranked)
+    # The roots are always run.
+    sizes = [size for size in _forward_sizes(costs, trees, ranked) if size <= max_size] or [
+        float(len(trees))
+    ]
     seconds = [costs.verify(size) + draft_seconds for size in sizes]
-    rates = list(map(_rate, totals, seconds))
+    rates = list(map(_rate, totals[: len(seconds)], seconds))
     count = max(range(len(rates)), key=rates.__getitem__)
     best = PlannedRound(costs, totals[count], sizes[count], draft_seconds)
     chosen: dict[int, list[int]] = {row: [] for row in trees}

@@ -107,6 +107,13 @@ class TestNodes:
         assert chosen == {0: [1, 2, 3], 1: [1]}
         assert best.nodes == 6
 
+    def test_most_nodes_of_all_rows(self) -> None:
+        proposed = {0: tree((0, 0.5), (1, 0.4)), 1: tree((0, 0.9))}
+        for most, expected in ((9, [1, 2]), (4, [1]), (3.5, []), (1, [])):
+            best, chosen = choose_nodes(costs(0.0), proposed, 3, max_size=most)
+            assert chosen[0] == expected
+            assert best.nodes == 2 + len(chosen[0]) + len(chosen[1]) <= max(most, 2)
+
     def test_drafting_that_took_time_raises_what_is_sent(self) -> None:
         proposed = {0: tree((0, 0.4), (0, 0.12), (0, 0.06))}
         sent = [len(choose_nodes(costs(0.1), proposed, 40, spent)[1][0]) for spent in (0.0, 5.0)]
