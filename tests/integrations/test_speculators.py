@@ -11,12 +11,6 @@ import torch
 import transformers as T
 
 from hf_spec.adapters.published import known_head, write_published
-from hf_spec.methods.block.anchored import anchored_blocks, use_plain_attention
-from hf_spec.methods.block.layouts import build_block_head
-from hf_spec.methods.block.settings import BlockTrainSettings
-from hf_spec.methods.block.training import layout as block_layout
-from hf_spec.methods.block.training import new_head as new_block_head
-from hf_spec.methods.block.training import start_head, trained_weights
 from hf_spec.methods.eagle.head import build
 from hf_spec.methods.eagle.settings import EagleTrainSettings
 from hf_spec.methods.eagle.training import layout, new_head
@@ -31,7 +25,6 @@ pytest.importorskip(
     "speculators.models.eagle3", reason="needs the package speculators in an environment of its own"
 )
 
-from speculators.models.dflash import DFlashDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel
 
 pytestmark = pytest.mark.integration
@@ -63,52 +56,6 @@ def test_a_head_says_the_same_there(
     write_published(tmp_path / "head", *layout(build(made, target), tensors, target, 4), "")
     said = compared(tmp_path / "head", target)
     assert said.shape[-1] == len(made.tensors["lm_head.weight"])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("vocabulary", [60, None])
-def test_a_block_head_says_the_same_there(
-    vocabulary: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    target: Any = T.LlamaForCausalLM(T.LlamaConfig(**{**LLAMA_LIKE, "num_hidden_layers": 8}))
-    target.save_pretrained(tmp_path / "target")
-    target = T.AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
-    responses = [Response("r", "t", [5, 6], [7 + (n * 11) % 80 for n in range(60)])]
-    settings = BlockTrainSettings(block_size=4, vocabulary_size=vocabulary)
-    texts = stored_texts(target, responses, tmp_path / "features", (2, 4, 5, 8))
-    initial = new_block_head(target, texts, settings, tmp_path / "head")
-    head = start_head(initial, target, settings)
-    trained = trained_weights(head)
-    for weight in trained.values():
-        if weight.ndim > 1:
-            weight.copy_(torch.randn_like(weight) * 0.3)
-    write_published(tmp_path / "head", *block_layout(head, initial, trained, target), "")
-    said, ours = compared_blocks(tmp_path / "head", target)
-    torch.testing.assert_close(ours, said, rtol=1e-4, atol=1e-4)
-    assert len(said.argmax(-1).unique()) > 3
-
-
-def compared_blocks(folder: Path, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of blocks at all places of a text, of the package's model of a head and of ours."""
-    head = build_block_head(known_head(folder), target)
-    use_plain_attention(head)
-    theirs: Any = DFlashDraftModel.from_pretrained(folder).eval().float()
-    theirs.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
-    length, size = 20, head.shape.block_size
-    tokens = torch.randint(3, 90, (1, length))
-    states = torch.randn(1, length, 3 * target.config.hidden_size)
-    mask = torch.ones(1, length)
-    mask[:, :2] = 0
-    last = torch.zeros(1, length, target.config.hidden_size)
-    _, logits, _, _, places = theirs._backbone_forward(
-        states, tokens, mask, last, torch.zeros(1, length, dtype=torch.long), max_anchors=8
-    )
-    anchors = places[::size][None]
-    outputs = anchored_blocks(head, states.chunk(3, dim=-1), tokens[:, anchors[0]], anchors - 1)
-    said = logits.view(1, -1, size, logits.shape[-1])[:, :, 1:]
-    return said, torch.stack([head.logits(outputs[:, :, i]) for i in range(1, size)], dim=2)
 
 
 @torch.no_grad()
