@@ -365,4 +365,30 @@ MUTANTS = (
         new="and output.numel() == logits.numel()",
         tests=("tests/engine/fast/test_greedy_head.py",),
     ),
+    Mutant(
+        "a tensor in huge pages overlaps the one before it",
+        area="packed weights",
+        file="kernels/hf_spec_kernels/huge_pages.py",
+        old="mapping.used = start + nbytes + -nbytes % ALIGNMENT",
+        new="mapping.used = start + nbytes // 2 + -(nbytes // 2) % ALIGNMENT",
+        tests=(
+            "tests/kernels/test_huge_pages.py::TestEmpty::test_a_tensor_that_does_not_fit_gets_another_mapping",
+        ),
+    ),
+    Mutant(
+        "a range inside of another one ends the run of pages",
+        area="packed weights",
+        file="kernels/hf_spec_kernels/huge_pages.py",
+        old="end = max(end, last)",
+        new="end = end",
+        tests=("tests/kernels/test_huge_pages.py::test_runs_of_pages",),
+    ),
+    Mutant(
+        "codes are moved to huge pages in every generation",
+        area="packed weights",
+        file="hf_spec/engine/fast/packed_linear.py",
+        old="_moved.get(module) != found.data_ptr()",
+        new="module is not None",
+        tests=("tests/backend/cpu/test_four_bit.py::test_codes_are_moved_to_huge_pages_once",),
+    ),
 )

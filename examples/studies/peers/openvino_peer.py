@@ -1,4 +1,4 @@
-"""OpenVINO GenAI as a peer: greedy answers in float32, plainly or with its prompt lookup.
+"""OpenVINO GenAI as a peer: greedy answers, also with its prompt lookup or a draft model.
 
 Runs in an environment of its own and imports nothing of hf_spec:
 
@@ -7,9 +7,9 @@ Runs in an environment of its own and imports nothing of hf_spec:
         --weight-format fp32 FOLDER
     peers/bin/python -m examples.studies.peers.openvino_peer FOLDER --lookup
 
-The last command waits for the lines that `peer` describes. Products, keys and values are float32,
-where OpenVINO would take bfloat16 and 8 bits on processors that have them; no prompt is kept for
-the next repetition.
+The last command waits for the lines that `peer` describes. Products, keys and values are float32;
+with `--default-precision`, they are what OpenVINO takes on this processor, such as bfloat16 and 8
+bits. No prompt is kept for the next repetition.
 """
 
 from __future__ import annotations
@@ -27,11 +27,20 @@ def load(options: argparse.Namespace) -> tuple[dict[str, Any], answering.Answer]
     import openvino
     import openvino_genai as genai
 
-    properties: dict[str, Any] = {
-        "INFERENCE_PRECISION_HINT": "f32",
-        "KV_CACHE_PRECISION": "f32",
-        "INFERENCE_NUM_THREADS": options.threads,
-    }
+    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": options.threads}
+    if not options.default_precision:
+        properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    more: dict[str, Any] = {}
+    drafts: dict[str, int] = {}
+    if options.draft is not None:
+        more["draft_model"] = genai.draft_model(options.draft, "CPU", **properties)
+        drafts = {"num_assistant_tokens": options.draft_tokens}
+    elif options.lookup:
+        more["prompt_lookup"] = True
+        drafts = {
+            "num_assistant_tokens": options.draft_tokens,
+            "max_ngram_size": options.match_length,
+        }
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
     # The whole prompt in one forward.
@@ -41,12 +50,11 @@ def load(options: argparse.Namespace) -> tuple[dict[str, Any], answering.Answer]
         "CPU",
         scheduler_config=scheduler,
         **properties,
-        **({"prompt_lookup": True} if options.lookup else {}),
+        **more,
     )
     config = pipeline.get_generation_config()
     config.do_sample = False
-    drafts = {"num_assistant_tokens": options.draft_tokens, "max_ngram_size": options.match_length}
-    for name, value in drafts.items() if options.lookup else ():
+    for name, value in drafts.items():
         setattr(config, name, value)
 
     def answer(ids: list[int], new_tokens: int) -> list[int]:
@@ -56,13 +64,15 @@ def load(options: argparse.Namespace) -> tuple[dict[str, Any], answering.Answer]
         return list(pipeline.generate(given, config).tokens[0])
 
     versions = {"openvino": openvino.__version__, "openvino_genai": genai.__version__}
-    return {**versions, **properties, **(drafts if options.lookup else {})}, answer
+    return {**versions, **properties, **drafts}, answer
 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", help="of the exported model")
+    parser.add_argument("--draft", help="folder of a draft model, exported as well")
+    parser.add_argument("--default-precision", action="store_true", help="OpenVINO's own choice")
     answering.add_options(parser)
     answering.run(load, parser.parse_args(argv))
 

@@ -80,6 +80,12 @@ def eight_bit_weight(
     return EightBitWeight(layer.state.CB, layer.state.SCB, layer.state.threshold)
 
 
+def eight_bit_storage(layer: Any) -> Tensor | None:
+    """Return the codes that our kernels read in every step; None before the first call."""
+    codes: Tensor | None = layer.weight.qdata if _is_weight_only(layer) else layer.state.CB
+    return codes
+
+
 def _is_ready(layer: Any, dtype: torch.dtype) -> bool:
     """Return True if bitsandbytes has moved the weight, and the kernel can read it."""
     state, bias = layer.state, layer.bias

@@ -107,6 +107,13 @@ def four_bit_weight(layer: Any, states: torch.dtype, rows: int) -> FourBitWeight
     return _interleaved_weight(layer.weight, layer.in_features)
 
 
+def four_bit_storage(layer: Any) -> Tensor | None:
+    """Return the codes that our kernels read in every step; None before the first call."""
+    quantization: Any = getattr(layer.weight, "quant_state", None)
+    arranged = getattr(quantization, "packing_format_for_cpu", False)
+    return layer.weight.data if arranged or not layer.support_avx512bf16_for_cpu else None
+
+
 def _interleaved(parameter: Any, states: Tensor) -> Tensor | None:
     """Return the product in the dtype of the states; None if the kernel cannot read the weight."""
     weight = _interleaved_weight(parameter, states.shape[-1])

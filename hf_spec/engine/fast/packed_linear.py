@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
+from hf_spec_kernels import huge_pages
 from hf_spec_kernels.eight_bit_linear import EightBitWeight
 from hf_spec_kernels.four_bit_linear import FourBitWeight
 from hf_spec_kernels.packed_linear import PackedWeight
@@ -36,11 +38,17 @@ from torch.nn import functional as F
 
 from hf_spec.backend.cpu.eight_bit import (
     eight_bit_forward,
+    eight_bit_storage,
     eight_bit_weight,
     is_dynamic,
     is_eight_bit,
 )
-from hf_spec.backend.cpu.four_bit import four_bit_forward, four_bit_weight, is_four_bit
+from hf_spec.backend.cpu.four_bit import (
+    four_bit_forward,
+    four_bit_storage,
+    four_bit_weight,
+    is_four_bit,
+)
 from hf_spec.backend.cpu.packed_gemm import (
     SAME_BITS,
     Packed,
@@ -83,6 +91,8 @@ class ThreadMode(threading.local):
 mode = ThreadMode()
 # Modules inside an `install_packed_linears` block.
 _forwards = ForwardOverrides()
+# Quantized module -> the address of its codes when they were moved to huge pages.
+_moved: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 class _Checks(threading.local):
@@ -131,6 +141,7 @@ class PackedLinears:
             m for m in modules if type(m) is nn.Linear and (has_fast_forward(m) or _is_suitable(m))
         ]
         self._rounded = rounded
+        _move_codes(modules)
         self._compare()
 
     def refresh(self) -> None:
@@ -216,6 +227,20 @@ def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., An
         elif linear.weight.dtype == torch.float32:
             forwards[linear] = _transposed_forward(linear)
     return forwards
+
+
+def _move_codes(modules: Iterable[nn.Module]) -> None:
+    """Move codes that are read in place to huge pages, once each."""
+    codes = []
+    for module in modules:
+        if is_four_bit(module):
+            found = four_bit_storage(module)
+        else:
+            found = eight_bit_storage(module) if is_eight_bit(module) else None
+        if found is not None and _moved.get(module) != found.data_ptr():
+            _moved[module] = found.data_ptr()
+            codes.append(found)
+    huge_pages.move(codes)
 
 
 def _is_suitable(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_spec_kernels import huge_pages
 from hf_spec_kernels.build import BuildError, load
 from hf_spec_kernels.dispatch import CPU_DTYPES, launches
 
@@ -90,7 +91,9 @@ def pack_weight(weight: Tensor, states: torch.dtype | None = None) -> PackedWeig
     multiple = getattr(library, f"multiple_{name}")()
     padded = F.pad(weight, (0, -num_inputs % multiple, 0, -num_outputs % size))
     blocks = padded.view(-1, size, padded.shape[1] // together, together)
-    return PackedWeight(blocks.transpose(1, 2).contiguous(), num_outputs, num_inputs, states)
+    blocks = blocks.transpose(1, 2)
+    packed = huge_pages.empty(blocks.shape, blocks.dtype).copy_(blocks)
+    return PackedWeight(packed, num_outputs, num_inputs, states)
 
 
 def packed_linear(

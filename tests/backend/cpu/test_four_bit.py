@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_spec_kernels import launches
+from hf_spec_kernels import huge_pages, launches
 from hf_spec_kernels.four_bit_linear import BuildError, build
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -290,3 +290,19 @@ def test_calls_with_gradients_are_left_to_bitsandbytes(row_major: bool) -> None:
         with torch.no_grad():
             linear(states(5))
     assert launches["four_bit_linear"] == ran + 1
+
+
+@needs_layout
+@torch.no_grad()
+def test_codes_are_moved_to_huge_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[list[int]] = []
+    monkeypatch.setattr(
+        huge_pages, "move", lambda tensors: moved.append([one.data_ptr() for one in tensors])
+    )
+    linear = bnb.nn.Linear4bit(INPUTS, 96, quant_type="nf4").to("cpu").eval()
+    model = nn.Sequential(linear)
+    for _ in range(3):
+        with install_packed_linears(model), use_packed_linears():
+            # bitsandbytes arranges the codes, at another address.
+            model(torch.zeros(1, INPUTS))
+    assert moved == [[], [linear.weight.data_ptr()], []]
