@@ -171,6 +171,8 @@ def mtp_head() -> MtpHead:
     return head_for(tiny(0))
 
 
+# Drawn, and verified by residual rejection.
+CHAIN = {"max_draft_tokens": 2, "children": 1}
 # The published loop verifies in its second forward, which leaves one draft of three tokens.
 SDSAT_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]
 
@@ -268,12 +270,11 @@ def arguments(strategy: str) -> dict[str, Any]:
             "assistant": [draft, falcon_head()],
         },
         "auto sdsat": {"spec_strategy": AutoConfig(timings=TIMINGS), "assistant": adaptive()},
-        "block": {
-            "spec_strategy": BlockConfig(max_draft_tokens=2),
-            "assistant": block_head(),
-        },
-        "dflash2": {"spec_strategy": BlockConfig(max_draft_tokens=2), "assistant": dflash2_head()},
-        "muse": {"spec_strategy": BlockConfig(max_draft_tokens=2), "assistant": muse_head()},
+        "block": {"spec_strategy": BlockConfig(**CHAIN), "assistant": block_head()},
+        "block by cost": {"spec_strategy": BlockConfig(), "assistant": block_head()},
+        "dflash2": {"spec_strategy": BlockConfig(**CHAIN), "assistant": dflash2_head()},
+        "dflash2 by cost": {"spec_strategy": BlockConfig(), "assistant": dflash2_head()},
+        "muse": {"spec_strategy": BlockConfig(**CHAIN), "assistant": muse_head()},
         "block surely": {
             "spec_strategy": BlockConfig(length_policy="head", confidence_threshold=0.5),
             "assistant": block_head(),
@@ -432,6 +433,9 @@ CASES = [
     ("falcon", REPETITION),
     ("eagle chain", PLAIN),
     ("block", TOP_K),
+    ("block by cost", PLAIN),
+    ("block by cost", REPETITION),
+    ("dflash2 by cost", TOP_K),
     ("dflash2", PLAIN),
     ("dflash2", TOP_K),
     ("muse", PLAIN),
@@ -465,7 +469,7 @@ NAMES = [f"{strategy}-{'-'.join(settings) or 'plain'}" for strategy, settings in
 
 
 @pytest.mark.by_default(
-    strategy=("draft", "merging", "falcon", "siblings"),
+    strategy=("draft", "merging", "falcon", "siblings", "block by cost"),
     settings=lambda settings: settings == REPETITION,
 )
 @pytest.mark.parametrize(("strategy", "settings"), CASES, ids=NAMES)
@@ -618,7 +622,7 @@ class TestBrokenTwins:
     @pytest.mark.by_default(strategy=("tree", "falcon"))
     @pytest.mark.parametrize(
         "strategy",
-        ["lookup", "tree", *SLOW_TREES, "falcon", "heads", "sdsat fused", "auto"],
+        ["lookup", "tree", *SLOW_TREES, "falcon", "block by cost", "heads", "sdsat fused", "auto"],
     )
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch

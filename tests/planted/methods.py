@@ -241,6 +241,22 @@ MUTANTS = (
         tests=("tests/methods/block/test_transformers_layout.py",),
     ),
     Mutant(
+        "block heads draft a chain by default",
+        area="published heads",
+        file="hf_spec/methods/block/config.py",
+        old="return self.children or (1 if chain else TREE_CHILDREN)",
+        new="return self.children or 1",
+        tests=("tests/methods/block/test_config.py::TestChainOrTree",),
+    ),
+    Mutant(
+        "a tree of a block head is sampled",
+        area="published heads",
+        file="hf_spec/methods/block/config.py",
+        old="return self._num_children == 1 if self.sample_drafts is None else self.sample_drafts",
+        new="return self.sample_drafts is not False",
+        tests=("tests/methods/block/test_config.py::TestChainOrTree::test_shapes",),
+    ),
+    Mutant(
         "quantized tensors of a block head are read as they are stored",
         area="published heads",
         file="hf_spec/adapters/published.py",

@@ -2,11 +2,14 @@
 
     python -m examples.studies.integrations.lm_eval_speed --batch-sizes 1
     python -m examples.studies.integrations.lm_eval_speed --batch-sizes 8 --repeats 2 --add
+    python -m examples.studies.integrations.lm_eval_speed --model MODEL --dtype bfloat16 \
+        --threads 2 --tasks sums functions --new-tokens 96 --out lm_eval_coder.json
 
-Twenty sums in words (`sums.jsonl`), twelve of one step, which the model can do, asked as GSM8K is:
-examples with their reasoning first, the number after `####` is compared. SmolLM2-135M-Instruct in
-float32, one thread; its Falcon head in `examples/adapters` at batch size 1. Time is that of the
-process, so that others matter less.
+Tasks: twenty `sums` in words (`sums.jsonl`), asked as GSM8K is: examples with their reasoning
+first, the number after `####` is compared. Twenty Python `functions` (`functions.jsonl`) from
+signature and docstring, as in HumanEval; they run in a process of their own and must pass all
+tests. By default SmolLM2-135M-Instruct in float32, one thread, with its Falcon head in
+`examples/adapters` at batch size 1. Time is that of the process, so that others matter less.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +30,11 @@ from lm_eval.models.huggingface import HFLM
 
 from hf_spec.common.machine import environment
 
-ITEMS = Path(__file__).with_name("sums.jsonl")
+SUMS, FUNCTIONS = TASKS = ("sums", "functions")
 NEW_TOKENS = 48
-STRATEGIES = (None, "lookup", "auto", "falcon")
+STRATEGIES = ("lookup", "auto")
+# A function that does not end.
+LONGEST_SECONDS = 10
 HEAD = Path(__file__).parents[2] / "adapters" / "smollm2-135m-falcon"
 SHOWN = [
     {
@@ -52,24 +59,32 @@ class Evaluation:
     seconds: float
 
 
-def task() -> dict[str, Any]:
-    """The task as the harness takes it; two items are shown with every question."""
-    return {
-        "task": "sums",
+def items_of(name: str) -> Path:
+    """Return the file with the items of a task."""
+    return Path(__file__).with_name(f"{name}.jsonl")
+
+
+def task(name: str, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+    """Return a task as the harness takes it."""
+    common = {
+        "task": name,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(ITEMS)}},
+        "dataset_kwargs": {"data_files": {"test": str(items_of(name))}},
         "test_split": "test",
+        "output_type": "generate_until",
+    }
+    return common | (_sums if name == SUMS else _functions)(new_tokens)
+
+
+def _sums(new_tokens: int) -> dict[str, Any]:
+    """Two items are shown with every question."""
+    return {
         "fewshot_config": {"sampler": "first_n", "samples": SHOWN},
         "num_fewshot": len(SHOWN),
-        "output_type": "generate_until",
         "doc_to_text": "Question: {{question}}\nAnswer:",
         "doc_to_target": "{{reasoning}} #### {{answer}}",
         "target_delimiter": " ",
-        "generation_kwargs": {
-            "until": ["Question:", "\n\n"],
-            "do_sample": False,
-            "max_gen_toks": NEW_TOKENS,
-        },
+        "generation_kwargs": _greedy(["Question:", "\n\n"], new_tokens),
         "filter_list": [
             {
                 "name": "number",
@@ -89,10 +104,46 @@ def task() -> dict[str, Any]:
     }
 
 
+def _functions(new_tokens: int) -> dict[str, Any]:
+    """The text continues the function; the stops are those of HumanEval."""
+    stops = ["\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```"]
+    return {
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "",
+        "generation_kwargs": _greedy(stops, new_tokens),
+        "process_results": lambda item, texts: {"exact_match": passes(item, texts[0])},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+
+
+def _greedy(stops: list[str], new_tokens: int) -> dict[str, Any]:
+    return {"until": stops, "do_sample": False, "max_gen_toks": new_tokens}
+
+
+def passes(item: dict[str, Any], text: str) -> bool:
+    """Return True if a completed function passes its tests, in a process of its own."""
+    code = "\n".join([item["prompt"] + text, *(f"assert {test}" for test in item["tests"])])
+    try:
+        command = [sys.executable, "-I", "-c", code]
+        done = subprocess.run(command, capture_output=True, timeout=LONGEST_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
 def evaluate(
-    model: Any, tokenizer: Any, strategy: Any, batch_size: int, items: int | None = None
+    model: Any,
+    tokenizer: Any,
+    strategy: Any,
+    batch_size: int,
+    items: int | None = None,
+    asked: dict[str, Any] | None = None,
 ) -> Evaluation:
-    """Run the task with a strategy stored in the model's generation config; None is plain."""
+    """Run a task, by default the sums, with a strategy stored in the model's generation config.
+
+    None is plain decoding.
+    """
+    asked = asked or task(SUMS)
     model.generation_config.spec_strategy = strategy
     model.generation_config.assistant = str(HEAD) if strategy == "falcon" else None
     judged: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
@@ -107,66 +158,82 @@ def evaluate(
 
     # What the harness does around it takes some seconds, whoever generates.
     judged.generate_until = timed
-    found: Any = simple_evaluate(judged, tasks=[task()], limit=items, bootstrap_iters=0)
+    found: Any = simple_evaluate(judged, tasks=[asked], limit=items, bootstrap_iters=0)
     model.generation_config.spec_strategy = model.generation_config.assistant = None
-    samples = sorted(found["samples"]["sums"], key=lambda sample: sample["doc_id"])
-    score = found["results"]["sums"]["exact_match,number"]
+    samples = sorted(found["samples"][asked["task"]], key=lambda sample: sample["doc_id"])
+    scores = found["results"][asked["task"]]
+    score = next(scores[name] for name in scores if name.startswith("exact_match,"))
     return Evaluation(score, [sample["resps"][0][0] for sample in samples], seconds)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder or Hub id; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tasks", nargs="+", default=[SUMS], choices=TASKS)
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("lm_eval.json"))
-    parser.add_argument("--items", type=int, default=20)
+    parser.add_argument("--items", type=int, default=20, help="of a task")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--add", action="store_true", help="to what the record has")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from hf_spec.common.small_models import smollm2_135m_instruct
 
-    torch.set_num_threads(1)
-    folder = smollm2_135m_instruct()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.set_num_threads(options.threads)
+    folder = options.model or smollm2_135m_instruct()
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     runs: list[dict[str, Any]] = []
     if options.add:
         runs = json.loads(options.out.read_text("utf-8"))["runs"]
-    for size in options.batch_sizes:
-        strategies = STRATEGIES if size == 1 else STRATEGIES[:-1]
+    for name, size in ((name, size) for name in options.tasks for size in options.batch_sizes):
+        asked = task(name, options.new_tokens)
+        heads = ["falcon"] if size == 1 and options.model is None else []
+        strategies = [None, *options.strategies, *heads]
         # Packing and the first measurements of costs belong to no run.
         for strategy in strategies[1:]:
-            evaluate(model, tokenizer, strategy, size, 1)
+            evaluate(model, tokenizer, strategy, size, 1, asked)
         for _ in range(options.repeats):
             for strategy in strategies:
-                found = evaluate(model, tokenizer, strategy, size, options.items)
-                runs.append({"batch": size, "strategy": strategy or "plain", **vars(found)})
-                print(size, strategy, f"{found.score:.2f} {found.seconds:.1f} s", flush=True)
+                found = evaluate(model, tokenizer, strategy, size, options.items, asked)
+                run = {"task": name, "batch": size, "strategy": strategy or "plain"}
+                runs.append({**run, **vars(found)})
+                print(name, size, strategy, f"{found.score:.2f} {found.seconds:.1f} s", flush=True)
             lines = table(runs)
-            record = {"machine": environment(), "items": options.items, "table": lines}
-            options.out.write_text(json.dumps({**record, "runs": runs}, indent=1))
+            facts = {"model": Path(folder).name, "dtype": options.dtype, "items": options.items}
+            facts |= {"threads": options.threads, "new_tokens": options.new_tokens}
+            record = {"machine": environment(), **facts, "table": lines, "runs": runs}
+            options.out.write_text(json.dumps(record, indent=1))
     print(json.dumps(lines, indent=1))
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each batch size and strategy: times as ratios to plain of the same repeat."""
+    """A line for each task, batch size, and strategy: ratios to plain of the same repeat."""
     lines = []
-    for size in sorted({run["batch"] for run in runs}):
-        here = [run for run in runs if run["batch"] == size]
+    for asked, size in sorted({(run.get("task", SUMS), run["batch"]) for run in runs}):
+        here = [run for run in runs if (run.get("task", SUMS), run["batch"]) == (asked, size)]
         plain = [run for run in here if run["strategy"] == "plain"]
         for name in dict.fromkeys(run["strategy"] for run in here):
             mine = [run for run in here if run["strategy"] == name]
             pairs = list(zip(plain, mine, strict=True))
             ratios = sorted(one["seconds"] / other["seconds"] for one, other in pairs)
-            equal = [one["answers"] == other["answers"] for one, other in pairs]
+            same = [
+                a == b for p, m in pairs for a, b in zip(p["answers"], m["answers"], strict=True)
+            ]
             lines.append(
                 {
+                    "task": asked,
                     "batch": size,
                     "strategy": name,
                     "score": mine[0]["score"],
-                    "same_answers": all(equal),
+                    "same_answers": f"{sum(same)} of {len(same)}",
                     "speed": round(statistics.median(ratios), 3),
                     "least": round(ratios[0], 3),
                     "most": round(ratios[-1], 3),

@@ -1,10 +1,11 @@
 """Speed by the number of streams: from which load on drafts bring nothing.
 
     python -m examples.studies.serving.load_curve --model MODEL --strategy lookup --strategy auto \
-        --out load_curve.json
+        --prompt-tokens 128 --new-tokens 32 --out load_curve.json
 
 At a load of N, `generate_batch` keeps N sequences going until all prompts are answered; there are
-at least N + 8 prompts, so places are refilled. `none` and the strategies take turns.
+at least N + 8 prompts, so places are refilled. `none` and the strategies take turns, after a first
+turn that is not counted.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FEWEST, MORE = 8, 8
 def answer_all(
     model: Any, entry: Entry, prompts: Sequence[list[int]], load: int, new_tokens: int
 ) -> dict[str, Any]:
-    """Answer all prompts with `load` streams; return time, tokens, tau, and the answers."""
+    """Answer all prompts with `load` streams; return time, tokens, and the answers."""
     start = time.perf_counter()
     found = model.generate_batch(
         [list(prompt) for prompt in prompts],
@@ -79,13 +80,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--strategy", action="append", required=True, help="as for `bench`")
     parser.add_argument("--assistant", action="append", default=[], help="as for `bench`")
     parser.add_argument("--load", type=int, action="append", help="default: 1 to 64")
+    parser.add_argument("--prompt-tokens", type=int, help="longest prompt; default: all prompts")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(argv)
     model, _ = timing.begin(options)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     known = [prompt.encode(tokenizer)[0].tolist() for prompt in load_prompts()]
+    longest = options.prompt_tokens or max(map(len, known))
+    known = [prompt for prompt in known if len(prompt) <= longest]
     entries = parse_entries(["none", *options.strategy], options.assistant)
+    settings = {"prompt_tokens": longest, "prompts": len(known), "new_tokens": options.new_tokens}
     records: list[dict[str, Any]] = []
     for load in options.load or LOADS:
         prompts = list(islice(cycle(known), max(FEWEST, load + MORE)))
@@ -102,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
                 run["equal"] = outputs == answers
             # The first turn packs weights and measures costs.
             records += sorted(runs, key=lambda run: run["strategy"] != "none") if repeat else []
-        timing.write_record(options, {"new_tokens": options.new_tokens, "records": records})
+        timing.write_record(options, {**settings, "records": records})
         print(table(records), flush=True)
     different = sum(not record["equal"] for record in records)
     print(f"{different} of {len(records)} runs have other outputs than `none`")

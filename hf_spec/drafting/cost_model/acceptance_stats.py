@@ -105,10 +105,17 @@ class LevelRates(DecayedRates):
 
 @dataclass(eq=False)
 class AcceptanceStats:
-    """Acceptance rates of one drafter: of nodes by kind, and of whole levels by depth."""
+    """Acceptance rates of one drafter: of nodes by kind, and of levels by depth.
+
+    Attributes:
+        nodes: rates of nodes.
+        levels: rates of levels with all their nodes.
+        first: rates of the most probable node of a level, as in a chain.
+    """
 
     nodes: DecayedRates
     levels: DecayedRates
+    first: DecayedRates
 
     @classmethod
     def from_prior(
@@ -116,12 +123,16 @@ class AcceptanceStats:
     ) -> AcceptanceStats:
         """Return stats without trials; for `prior` see `DraftSource`."""
         nodes = DecayedRates(partial(_prior_rate, prior), PRIOR_WEIGHT, decay)
-        return cls(nodes, LevelRates(decay))
+        return cls(nodes, LevelRates(decay), LevelRates(decay))
 
     def as_prior(self) -> AcceptanceStats:
         """Return stats without trials whose prior are the current rates."""
         nodes = DecayedRates(copy(self.nodes).rate, PRIOR_WEIGHT)
-        return AcceptanceStats(nodes, DecayedRates(copy(self.levels).rate, LEVEL_PRIOR_WEIGHT))
+        levels, first = (
+            DecayedRates(copy(rates).rate, LEVEL_PRIOR_WEIGHT)
+            for rates in (self.levels, self.first)
+        )
+        return AcceptanceStats(nodes, levels, first)
 
 
 @dataclass(eq=False)
@@ -220,6 +231,10 @@ class DraftSource:
                 self.sizes[row] = len(self.tree.nodes(row)) - 1
                 self.read[row] = len(state.tokens[row])
 
+    def skip(self) -> None:
+        """Do not run the drafter in this round; its last draft is not judged again."""
+        self.limits = {}
+
     def useful_depth(self, row: int) -> int:
         """Return the depth at which the best node still has `MIN_REACH`, without probabilities."""
         reach, depth = 1.0, 0
@@ -233,6 +248,10 @@ class DraftSource:
     def level_rate(self, row: int, depth: int) -> float:
         """Return the acceptance rate of level `depth` after level `depth` - 1."""
         return self._stats[row].levels.rate(depth)
+
+    def chain_rate(self, row: int, depth: int) -> float:
+        """Return the same if only the most probable node of the level is sent."""
+        return self._stats[row].first.rate(depth)
 
     def reach(self, row: int) -> list[float]:
         """Return the reach of each node of the last draft of `row`; 0 below `MIN_REACH`."""
@@ -269,14 +288,17 @@ class DraftSource:
         tree, path = self.tree, [self.tree.row_start[row]]
         if not limit:
             self._stats[row].levels.fade(RETENTION)
+            self._stats[row].first.fade(RETENTION)
             return []
         all_stats = [stats for stats in (self._stats[row], self._memory) if stats is not None]
         for depth, token in enumerate(tokens[:limit], start=1):
-            child = tree.child(path[-1], token)
+            child, proposals = tree.child(path[-1], token), tree.proposals(path[-1])
             for stats in all_stats:
-                for node in tree.proposals(path[-1]):
+                for node in proposals:
                     stats.nodes.count(self._kind(node), tree.tokens[node] == token)
                 stats.levels.count(depth, child is not None)
+                # Siblings are in order of probability.
+                stats.first.count(depth, child is not None and child == proposals[0])
             if child is None:
                 break
             path.append(child)

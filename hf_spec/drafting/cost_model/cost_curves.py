@@ -40,7 +40,7 @@ READ_COST = 0.05
 # Drafts after more new tokens than this measure the cost of reading, others that of drafting.
 MAX_UNREAD = 8
 # Sizes at which timings are stored. Other sizes are recorded at the nearest one.
-KNOTS = (1, 2, 3, *(base * 2**power for power in range(2, 20) for base in (1, 1.5)))
+KNOTS = (1, 2, 3, 4, 6, *(base * 2**power for power in range(1, 18) for base in (4, 5, 6, 7)))
 # The cost of a size is the median of its last timings, the lower one of an even number: single
 # rounds take several times as long, because of other processes or a compilation.
 NUM_TIMINGS = 15
@@ -50,8 +50,14 @@ LARGEST_FACTOR = 1.5
 # The timings of a size are dropped after this many timings of other sizes: the machine may have
 # been slower then.
 LIFETIME = 100
+# The same for the smallest size, by which the others are judged: rounds without a draft, of which a
+# generation that always drafts has none by itself.
+SMALLEST_LIFETIME = 4 * LIFETIME
 # Timings of one size after which its cost is considered known.
 NUM_RELIABLE = 2
+# A forward pass may be larger than all that were timed by this factor, or by this number of nodes:
+# at high loads every node costs, and the expected cost is low.
+GROWTH, MORE_NODES = 1.5, 7
 
 
 def interpolate(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
@@ -89,6 +95,7 @@ class SizeTimings(NamedTuple):
         last: index of the last timing among those of all sizes.
         seconds: the last `NUM_TIMINGS`.
         cost: the estimate.
+        is_believed: True if the estimate follows from the timings.
     """
 
     before: float
@@ -96,13 +103,14 @@ class SizeTimings(NamedTuple):
     last: int = 0
     seconds: tuple[float, ...] = ()
     cost: float = math.inf
+    is_believed: bool = False
 
     def with_timing(self, seconds: float, index: int) -> SizeTimings:
         """Return the timings and another one."""
         kept = (*self.seconds[1 - NUM_TIMINGS :], seconds)
         believed = self.number > 0 or seconds <= LARGEST_FACTOR * self.before
         cost = median_low(kept) if believed else self.before
-        return SizeTimings(self.before, self.number + 1, index, kept, cost)
+        return SizeTimings(self.before, self.number + 1, index, kept, cost, believed)
 
 
 class LearnedCurve:
@@ -139,18 +147,30 @@ class LearnedCurve:
         nearest = 0 if size <= sizes[0] else -1
         return seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
 
+    @property
+    def largest_trial(self) -> float:
+        """The largest size whose cost may be tried; unlimited before the first timing."""
+        known = [size for size, of in self._timings.items() if of.is_believed]
+        return max(GROWTH * known[-1], known[-1] + MORE_NODES) if known else math.inf
+
     def learn(self, size: float, seconds: float, expected: float = math.inf) -> None:
         """Record one timing at the knot nearest to `size`; `expected` is for the first of all."""
         above = bisect_right(KNOTS, size)
         neighbors = KNOTS[max(above - 1, 0) : above + 1]
         knot = min(neighbors, key=lambda knot: abs(math.log(knot / size)))
-        scale = self._expected(knot) / self._expected(size)
+        # Known costs tell how to get from one size to another.
+        known = self if self.has_timings and self(size) > 0 else self._expected
+        scale = known(knot) / known(size)
         before = self(knot) if self.has_timings else scale * expected
         timings = self._timings.get(knot, SizeTimings(before))
         self._count += 1
         new = {**self._timings, knot: timings.with_timing(scale * seconds, self._count)}
-        oldest = self._count - LIFETIME
-        self._timings = {knot: of for knot, of in sorted(new.items()) if of.last > oldest}
+        oldest, smallest = self._count - LIFETIME, min(new)
+        self._timings = {
+            knot: of
+            for knot, of in sorted(new.items())
+            if of.last > (self._count - SMALLEST_LIFETIME if knot == smallest else oldest)
+        }
         self._points = list(self._timings), [of.cost for of in self._timings.values()]
 
 

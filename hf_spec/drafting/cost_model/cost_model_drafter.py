@@ -6,6 +6,8 @@ stays exact. Timings vary between runs, and with them the statistics.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +23,7 @@ from hf_spec.common.errors import UnsupportedError
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes, cached_times
+from hf_spec.drafting.cost_model.exploration import Backoff
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
 from hf_spec.drafting.cost_model.selection import (
     Horizon,
@@ -64,7 +67,8 @@ class CostModelDrafter(Drafter):
     `hf_spec.drafting.cost_model.exploration`.
 
     Attributes:
-        free: drafters with negligible cost, which run in every round.
+        free: drafters without a model, which run in every round unless nothing of theirs is sent
+            for long.
         assistants: other drafters, with distinct names.
         counters: "rounds", one per row and draft; "idle_rounds", those without draft nodes;
             "asked_NAME", those in which the assistant of that name ran.
@@ -129,6 +133,7 @@ class CostModelDrafter(Drafter):
             memory = None if times is None else times.memory(index, source.prior)
             source.start(state.num_rows, memory)
         self._plain_steps = self._rounds = 0
+        self._backoff, self._round_start, self._round_seconds = Backoff(), -math.inf, 0.0
         self._timer = RoundTimer(clock_of(state.device), self._costs, self._times)
 
     def restart(self, row: int) -> None:
@@ -159,10 +164,9 @@ class CostModelDrafter(Drafter):
             for row, limit in limits.items()
         }
         trees = {row: MergedTree(state.tokens[row][-1]) for row in max_depths}
-        for source in self.free:
-            source.draft(state, {r: min(n, source.useful_depth(r)) for r, n in max_depths.items()})
-            source.merge_into(trees)
-        base, _ = choose_nodes(costs, trees, self.max_nodes)
+        free_seconds = self._draft_free(state, max_depths, trees)
+        largest = math.inf if self._times is None else self._times.verify.largest_trial
+        base, _ = choose_nodes(costs, trees, self.max_nodes, max_size=largest)
         reading = {s.name: self._reading_seconds(s, state, max_depths) for s in self.assistants}
         horizon = Horizon(sum(limits.values()), reading)
         plan = choose_sources(base, trees, self.assistants, max_depths, horizon)
@@ -188,11 +192,13 @@ class CostModelDrafter(Drafter):
         if whole is None:
             # A draft that took longer than expected is no reason to send fewer of its nodes.
             spent = plan.draft_seconds or self._timer.draft_seconds()
-            best, nodes = choose_nodes(costs, trees, self.max_nodes, spent)
+            best, nodes = choose_nodes(costs, trees, self.max_nodes, spent, largest)
             drafts = {row: tree.subtree(nodes[row]) for row, tree in trees.items()}
             whole, size = DraftTree.from_drafts(drafts, state.num_rows), best.nodes
         else:
             size = whole.num_nodes
+        if free_seconds is not None:
+            self._backoff.record(whole.num_nodes > len(trees), free_seconds, self._round_seconds)
         self._counts["rounds"] += len(trees)
         self._counts["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in trees)
         self._timer.mark_sent(size)
@@ -203,6 +209,26 @@ class CostModelDrafter(Drafter):
         self._timer.mark_verified()
         for source in self._sources:
             source.observe(verdict, output)
+
+    def _draft_free(
+        self,
+        state: GenerationState,
+        max_depths: Mapping[int, int],
+        trees: Mapping[int, MergedTree],
+    ) -> float | None:
+        """Run the drafters without a model; return their time on the host, None if they wait."""
+        start = time.perf_counter()
+        self._round_seconds, self._round_start = start - self._round_start, start
+        # With configured costs, nothing depends on times of this machine.
+        if self._times is not None and self.free and not self._backoff.is_due():
+            for source in self.free:
+                source.skip()
+            return None
+        for source in self.free:
+            depths = {row: min(n, source.useful_depth(row)) for row, n in max_depths.items()}
+            source.draft(state, depths)
+            source.merge_into(trees)
+        return time.perf_counter() - start if any(max_depths.values()) else None
 
     def _measures_plain_steps(self, rows: int) -> bool:
         """Return True if nothing is drafted, because the cost of a plain step is not known."""

@@ -5,6 +5,9 @@ tried again: after a wait in proportion to the cost of the trial, which doubles 
 that did not make the drafter pay. So N rounds have O(log N) trials, and the time that they lose is
 bounded by a logarithm, too. A trial is the cheapest draft. The target's own next token shows
 whether its first level is right, even if no draft node is sent.
+
+Drafters without a model run in every round. At high loads, where nothing that they draft is sent,
+even their time on the host counts: a `Backoff` lets rounds pass without them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ from dataclasses import dataclass
 WAIT_PER_STEP = 32.0
 # Longest wait, as a power of two times the first one.
 MOST_DOUBLINGS = 10
+# Share of a round that unused drafts without a model may take, number of such drafts before the
+# first wait, and number after which the wait no longer grows.
+HOST_SHARE = 0.005
+PATIENCE, MOST_IDLE = 4, 9
 
 
 @dataclass
@@ -53,3 +60,30 @@ class Exploration:
         """Record a round in which the cost model chose the drafter, or tried it, or neither."""
         self.trials = 0 if chosen else self.trials + tried
         self.idle = 0 if chosen or tried else self.idle + 1
+
+
+@dataclass
+class Backoff:
+    """Rounds in which drafters without a model do not run, because nothing of theirs was sent.
+
+    The wait doubles with every such draft, until drafting takes `HOST_SHARE` of the time.
+
+    Attributes:
+        idle: drafts in a row of which no node was sent.
+        wait: rounds before the next draft.
+    """
+
+    idle: int = 0
+    wait: int = 0
+
+    def is_due(self) -> bool:
+        """Return True if they draft in this round; called once per round."""
+        self.wait -= 1
+        return self.wait < 0
+
+    def record(self, sent: bool, draft_seconds: float, round_seconds: float) -> None:
+        """Record a draft, its time on the host, and that of a round."""
+        self.idle = 0 if sent else self.idle + 1
+        longest = draft_seconds / (HOST_SHARE * max(round_seconds, 1e-9))
+        doublings = min(self.idle, MOST_IDLE) - PATIENCE
+        self.wait = int(min(longest, 2**doublings)) if doublings >= 0 else 0

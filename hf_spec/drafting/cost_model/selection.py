@@ -6,13 +6,15 @@ target's forward pass over all nodes, and the drafts. A round without a draft is
 - `choose_nodes`: nodes are added in order of reach as long as the rate increases. For a given
   number of nodes this is optimal, and the result is always a tree.
 - `choose_sources`: drafters are chosen before they run, by the acceptance rates of their levels. A
-  level counts only the tokens that no other draft is expected to contribute. A drafter that must
-  first read text, such as the prompt, is chosen if that time is saved before the generation ends.
+  level counts only the tokens that no other draft is expected to contribute. A drafter of trees is
+  chosen if a tree or the chain of its most probable nodes pays. A drafter that must first read
+  text, such as the prompt, is chosen if that time is saved before the generation ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -93,8 +95,13 @@ def choose_nodes(
     trees: Mapping[int, MergedTree],
     max_nodes: int,
     draft_seconds: float = 0.0,
+    max_size: float = math.inf,
 ) -> tuple[PlannedRound, dict[int, list[int]]]:
-    """Return the fastest round over the drafts of all rows, and its nodes per row."""
+    """Return the fastest round over the drafts of all rows, and its nodes per row.
+
+    At most `max_nodes` nodes of a row are sent, and at most `max_size` of all rows with their
+    roots.
+    """
     ranked: list[tuple[float, int, int]] = []
     for row, tree in trees.items():
         nodes = [(reach, row, node) for node, reach in enumerate(tree.best_reach)][1:]
@@ -102,9 +109,12 @@ def choose_nodes(
         ranked += sorted(nodes, key=_by_reach)[:max_nodes]
     ranked.sort(key=_by_reach)
     totals = list(accumulate((reach for reach, _, _ in ranked), initial=float(len(trees))))
-    sizes = _forward_sizes(costs, trees, ranked)
+    # The roots are always run.
+    sizes = [size for size in _forward_sizes(costs, trees, ranked) if size <= max_size] or [
+        float(len(trees))
+    ]
     seconds = [costs.verify(size) + draft_seconds for size in sizes]
-    rates = list(map(_rate, totals, seconds))
+    rates = list(map(_rate, totals[: len(seconds)], seconds))
     count = max(range(len(rates)), key=rates.__getitem__)
     best = PlannedRound(costs, totals[count], sizes[count], draft_seconds)
     chosen: dict[int, list[int]] = {row: [] for row in trees}
@@ -155,7 +165,8 @@ def choose_sources(
             break
         new = next(source for source in unused if source.name in better.depths)
         for row, depth in better.depths[new.name].items():
-            for level, gain in enumerate(_level_gains(new, row, reach_by_depth[row], depth), 1):
+            levels = _level_gains(new.level_rate, row, reach_by_depth[row], depth)
+            for level, gain in enumerate(levels, 1):
                 reach_by_depth[row][level] = reach_by_depth[row].get(level, 0.0) + gain
         best = better
     whole = [_with_exclusive_tree(base, source, trees, max_depths) for source in exclusive]
@@ -170,25 +181,41 @@ def _with_source(
     horizon: Horizon,
 ) -> PlannedRound:
     """Return the best round that also runs `source`; `base` if none is better."""
+    # Nodes per level -> acceptance rates: those of a chain, and those of a tree.
+    rates = {1: source.chain_rate, source.nodes_per_level: source.level_rate}
+    best = base
+    for width, level_rate in rates.items():
+        gains = {
+            row: _level_gains(level_rate, row, reach, min(max_depths[row], source.depth))
+            for row, reach in reach_by_depth.items()
+        }
+        option = _with_levels(base, source, gains, width)
+        best = max(best, option, key=lambda planned: planned.rate)
+    return best if horizon.repays(source.name, base.rate, best.rate) else base
+
+
+def _with_levels(
+    base: PlannedRound, source: DraftSource, gains: Mapping[int, Sequence[float]], width: int
+) -> PlannedRound:
+    """Return the best round with `width` nodes per level of `source`, whose gains are given."""
     # Levels whose gain does not cover their nodes at the current rate are not drafted.
-    step = base.costs.verify(base.nodes + source.nodes_per_level) - base.costs.verify(base.nodes)
-    gains = {}
-    for row, reach in reach_by_depth.items():
-        levels = _level_gains(source, row, reach, min(max_depths[row], source.depth))
+    step = base.costs.verify(base.nodes + width) - base.costs.verify(base.nodes)
+    useful = {}
+    for row, levels in gains.items():
         paying = [level for level, gain in enumerate(levels, 1) if gain > base.rate * step]
-        gains[row] = levels[: max(paying, default=0)]
+        useful[row] = levels[: max(paying, default=0)]
     best, tokens, nodes = base, base.tokens, base.nodes
-    for depth in range(1, max(map(len, gains.values()), default=0) + 1):
-        level = [levels[depth - 1] for levels in gains.values() if len(levels) >= depth]
+    for depth in range(1, max(map(len, useful.values()), default=0) + 1):
+        level = [levels[depth - 1] for levels in useful.values() if len(levels) >= depth]
         tokens += sum(level)
-        nodes += source.nodes_per_level * len(level)
-        row_depths = {row: min(depth, len(levels)) for row, levels in gains.items()}
+        nodes += width * len(level)
+        row_depths = {row: min(depth, len(levels)) for row, levels in useful.items()}
         seconds = base.draft_seconds + base.costs.draft[source.name](depth)
         depths = {**base.depths, source.name: row_depths}
         option = PlannedRound(base.costs, tokens, nodes, seconds, depths)
         if option.rate > best.rate:
             best = option
-    return best if horizon.repays(source.name, base.rate, best.rate) else base
+    return best
 
 
 def _with_exclusive_tree(
@@ -198,18 +225,26 @@ def _with_exclusive_tree(
     max_depths: Mapping[int, int],
 ) -> PlannedRound:
     depths = {row: min(max_depths[row], source.depth) for row in trees}
-    tokens = sum(1 + sum(_level_gains(source, row, {}, depth)) for row, depth in depths.items())
+    tokens = sum(
+        1 + sum(_level_gains(source.level_rate, row, {}, depth)) for row, depth in depths.items()
+    )
     width = source.nodes_per_level
     nodes = sum(1 + source.sizes.get(row, width * depth) for row, depth in depths.items())
     return PlannedRound(base.costs, tokens, nodes, depths={source.name: depths})
 
 
 def _level_gains(
-    source: DraftSource, row: int, reach_by_depth: Mapping[int, float], depth: int
+    level_rate: Callable[[int, int], float],
+    row: int,
+    reach_by_depth: Mapping[int, float],
+    depth: int,
 ) -> list[float]:
-    """Return, per level, the expected tokens that `source` adds to the other drafts."""
+    """Return, per level, the expected tokens that a drafter adds to the other drafts.
+
+    `level_rate` returns the acceptance rate of a level of the row after the level above.
+    """
     reach, gains = 1.0, []
     for level in range(1, depth + 1):
-        reach *= source.level_rate(row, level)
+        reach *= level_rate(row, level)
         gains.append(reach * (1.0 - reach_by_depth.get(level, 0.0)))
     return gains

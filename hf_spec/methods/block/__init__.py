@@ -18,6 +18,7 @@ One round:
 convolutions and the candidate selector, `runner` keys and values per row and the pass, `layouts`
 how published files are read. Levels are grown by `hf_spec.drafting.one_pass_drafter`.
 
-Ours: batches, trees, and length policies. A chain, which the heads were trained for, is the
-default. A sampled chain is verified by residual rejection, a tree by node draw.
+Ours: batches, length policies, and trees of the most probable paths (DDTree, arXiv 2604.12989), of
+which the cost model sends as many nodes as pay. A tree is verified by node draw. A chain
+(`children=1`) is sampled if the target samples, and verified by residual rejection.
 """

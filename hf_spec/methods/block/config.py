@@ -6,13 +6,14 @@ without, they are the same on every path.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import AssistantError
 from hf_spec.drafting.config import AssistantConfig
 from hf_spec.drafting.length_policy import HEAD
+from hf_spec.drafting.tree_growth import TreeShape
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.block.head import BlockHead
 from hf_spec.methods.block.layouts import FAMILIES, OVERRIDES
@@ -21,6 +22,9 @@ from hf_spec.methods.loading import resolve_published
 from hf_spec.methods.one_pass_heads import ProposalConfig, make_proposal_drafter
 from hf_spec.methods.published_weights import check_aux_layers, config_overrides
 from hf_spec.methods.registry import register
+
+# Children per node of a tree whose shape is not configured.
+TREE_CHILDREN = 3
 
 
 def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Drafter:
@@ -41,7 +45,7 @@ def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Dr
 def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
     # `auto` chooses the nodes to send, and needs drafts that are not sampled.
     config = BlockConfig(
-        children=3,
+        children=TREE_CHILDREN,
         max_nodes=None,
         length_policy="static",
         sample_drafts=False,
@@ -55,9 +59,14 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantCo
 class BlockConfig(ProposalConfig):
     """Options of block heads; `length_policy="head"` uses DSpark's confidence head.
 
+    By default a tree of the most probable paths is drafted, as in DDTree (arXiv 2604.12989), and
+    the cost model chooses how many of its nodes are sent. Where siblings do not pay, these are a
+    chain.
+
     Attributes:
-        children: most children per node; 1 is a chain.
-        sample_drafts: sample the draft when the target samples.
+        children: most children per node; 1 is a chain. None is 3, or 1 for sampled drafts and for
+            `length_policy="head"`.
+        sample_drafts: sample the draft when the target samples. Default: only for chains.
         aux_layers: indices into the target's `hidden_states` that the head reads, if its config
             names none or wrong ones; 0 is the embedding.
         from_anchor: the output at the last committed token drafts, too, and each output drafts the
@@ -72,8 +81,8 @@ class BlockConfig(ProposalConfig):
 
     has_confidence_head = True
 
-    children: int = 1
-    sample_drafts: bool = True
+    children: int | None = None  # type: ignore[assignment]
+    sample_drafts: bool | None = None  # type: ignore[assignment]
     aux_layers: list[int] | None = None
     from_anchor: bool | None = None
     embedding_scale: float | None = None
@@ -85,3 +94,18 @@ class BlockConfig(ProposalConfig):
         self.check("draft_window", 1)
         self.check_flags("from_anchor")
         check_aux_layers(self.aux_layers)
+
+    @property
+    def _num_children(self) -> int:
+        chain = self.sample_drafts or self.length_policy == HEAD
+        return self.children or (1 if chain else TREE_CHILDREN)
+
+    @property
+    def draws(self) -> bool:
+        """True if drafts are drawn at random when the target samples."""
+        return self._num_children == 1 if self.sample_drafts is None else self.sample_drafts
+
+    @property
+    def shape(self) -> TreeShape:
+        """Shape of the configured draft."""
+        return replace(super().shape, children=self._num_children)

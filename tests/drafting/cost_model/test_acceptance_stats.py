@@ -170,6 +170,17 @@ class TestDraftSource:
         source.observe(said(99), NOTHING)
         assert source.level_rate(0, 1) < source.level_rate(0, 2)
 
+    def test_a_chain_has_only_the_first_of_siblings(self) -> None:
+        source = asked(DraftSource("s", Fixed(), 3))
+        source.observe(said(10, 12, 99), NOTHING)
+        assert source.chain_rate(0, 1) == source.level_rate(0, 1) > LEVEL_PRIOR
+        # Token 12 stood second below 10.
+        assert source.chain_rate(0, 2) < source.chain_rate(0, 1) < source.level_rate(0, 2)
+        before = source.chain_rate(0, 1)
+        source.draft(state_of(), {0: 0})
+        source.observe(said(10), NOTHING)
+        assert source.chain_rate(0, 1) == pytest.approx(before)
+
     def test_a_level_that_was_asked_for_and_is_not_there_is_a_miss(self) -> None:
         source = asked(DraftSource("s", Fixed(), 3))
         source.observe(said(20, 1), NOTHING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hf_spec.drafting.cost_model.cost_curves import (
     MAX_UNREAD,
     NODE_COST,
     READ_COST,
+    SMALLEST_LIFETIME,
     Costs,
     Curve,
     LearnedCurve,
@@ -106,6 +108,27 @@ class TestLearnedCurve:
         assert known(8) == pytest.approx(9.0)
         known.learn(1, 1.0)
         assert known(8) == pytest.approx(4.5)
+
+    def test_the_smallest_size_is_remembered_longer(self) -> None:
+        known = curve((1, 1.0), (8, 2.0), *[(16, 3.0)] * (LIFETIME - 1))
+        assert known(8) == pytest.approx(2.0)
+        known.learn(16, 3.0)
+        assert known(8) == pytest.approx(1 + 2 * 7 / 15)
+        for _ in range(SMALLEST_LIFETIME - LIFETIME):
+            known.learn(16, 3.0)
+        assert known(1) == pytest.approx(3.0 * 2 / 17)
+
+    def test_sizes_grow_by_steps(self) -> None:
+        assert curve().largest_trial == math.inf
+        assert curve((1, 1.0)).largest_trial == 8
+        assert curve((64, 1.0)).largest_trial == 96
+        # One timing that is much longer than expected is not believed, nor tried further.
+        assert curve((64, 1.0), (96, 3.0)).largest_trial == 96
+        assert curve((64, 1.0), (96, 3.0), (96, 3.0)).largest_trial == 144
+
+    def test_a_size_between_counts_by_the_costs_around_it(self) -> None:
+        known = curve((64, 64.0), (80, 80.0), (66, 66.0))
+        assert known(64) == pytest.approx(64.0)
 
     def test_generations_in_other_threads_may_learn_while_one_reads(self) -> None:
         shared = curve((1, 1.0), (8, 2.0), (8, 2.0))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -19,8 +20,18 @@ from hf_spec.drafting.cost_model import cost_curves as round_costs
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
-from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter, resolve_config
+from hf_spec.drafting.cost_model.cost_model_drafter import (
+    AdaptiveLengthDrafter,
+    Bounds,
+    CostModelDrafter,
+    resolve_config,
+)
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.registry import make_drafter, parse_strategy
@@ -407,6 +418,127 @@ class TestGiven:
             assert not isinstance(drafter, AdaptiveLengthDrafter)
         with pytest.raises(UnsupportedError, match="differ among the processes"):
             resolve_config(DraftConfig(length_policy="measured"), build("llama"))
+
+
+class Copies(Drafter):
+    """Chains of eight tokens in a share of rounds; each token is right at a rate."""
+
+    def __init__(self, rate: float, share: float):
+        self.rate, self.share, self.dice = rate, share, random.Random(0)
+        self.drafted = 0
+
+    def num_forwards(self, depth: int) -> int:
+        return 0
+
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        self.drafted += 1
+        drafts = {row: self._chain(state, row, limit) for row, limit in limits.items()}
+        return DraftTree.from_drafts(drafts, state.num_rows)
+
+    def _chain(self, state: GenerationState, row: int, limit: int) -> tuple[list[int], list[int]]:
+        tokens = [state.tokens[row][-1]]
+        if self.dice.random() < self.share:
+            length = len(state.tokens[row])
+            right = (self.dice.random() < self.rate for _ in range(min(limit, 8)))
+            tokens += [length + i if is_right else 0 for i, is_right in enumerate(right)]
+        return tokens, list(range(-1, len(tokens) - 1))
+
+
+class Load:
+    """Rounds of many rows without a model, on a clock that only the target moves.
+
+    A forward pass over n nodes takes `cost(n)` seconds. The target's token at a position is the
+    position.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int, cost: Callable[[float], float]):
+        self.rows, self.cost, self.now = rows, cost, 0.0
+        times = RoundTimes()
+        monkeypatch.setattr(measured, "cached_times", lambda *_: times)
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
+
+    def run(self, copies: Copies, rounds: int) -> tuple[list[float], list[int]]:
+        """Return per round its speed in those of plain steps, and the nodes that were sent."""
+        source = DraftSource("copies", copies, 8, (0.8, 0.9))
+        drafter = CostModelDrafter([source], [], build("llama"), "load", Bounds(16, 40))
+        ids = torch.tensor([[7, 8, 9]]).expand(self.rows, -1)
+        state = GenerationState.create(ids, torch.ones_like(ids), StopRules([], self.rows))
+        drafter.start(state)
+        speeds, sent = [], []
+        for _ in range(rounds):
+            tree = drafter.draft(state, dict.fromkeys(range(self.rows), 8))
+            seconds = self.cost(tree.num_nodes)
+            self.now += seconds
+            accepted = [self._follow(tree, row, state.tokens[row]) for row in range(self.rows)]
+            bonus = [tokens[-1] for tokens in state.tokens]
+            drafter.observe(Verdict(tree, accepted, bonus), ForwardOutput(torch.empty(0)))
+            gained = self.rows + sum(map(len, accepted))
+            speeds.append(gained * self.cost(self.rows) / self.rows / seconds)
+            sent.append(tree.num_nodes - self.rows)
+        return speeds, sent
+
+    def _follow(self, tree: DraftTree, row: int, tokens: list[int]) -> list[int]:
+        path, node = [], tree.row_start[row]
+        while True:
+            tokens.append(len(tokens))
+            child = tree.child(node, tokens[-1])
+            if child is None:
+                return path
+            path.append(child)
+            node = child
+
+
+def pace(speeds: list[float]) -> float:
+    """Return the speed of rounds of equal gains."""
+    return len(speeds) / sum(1 / speed for speed in speeds)
+
+
+class TestLoads:
+    """At high loads every node costs, so that no draft pays."""
+
+    @pytest.mark.by_default(rows=(16,))
+    @pytest.mark.parametrize("rows", [16, 64])
+    @pytest.mark.parametrize(
+        "cost", [float, lambda n: 4.0 * -(-n // 16)], ids=["compute-bound", "in tiles of 16"]
+    )
+    def test_drafts_end_within_a_few_rounds_and_cost_nothing_then(
+        self, rows: int, cost: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for rate, share in ((0.3, 1.0), (0.7, 0.3)):
+            speeds, sent = Load(monkeypatch, rows, cost).run(Copies(rate, share), 200)
+            assert sum(size > 0 for size in sent[:50]) <= 6
+            assert pace(speeds[50:]) >= 0.98
+            assert pace(speeds[:50]) >= 0.9
+
+    def test_drafts_that_pay_at_a_high_load_are_sent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        load = Load(monkeypatch, 64, lambda n: 1 + n / 100)
+        speeds, sent = load.run(Copies(0.9, 0.5), 120)
+        assert sum(size > 0 for size in sent[50:]) > 60
+        assert pace(speeds[50:]) > 1.3
+
+    @pytest.mark.full
+    def test_the_cost_of_plain_steps_is_not_forgotten(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where each round drafts, only the cost of larger forward passes is measured."""
+        load = Load(monkeypatch, 64, lambda n: 1 + n / 32)
+        speeds, _ = load.run(Copies(0.6, 1.0), 300)
+        assert pace(speeds[100:]) >= 0.98
+
+    def test_drafts_that_are_never_sent_take_no_time_of_the_host(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        load, copies = Load(monkeypatch, 64, float), Copies(0.3, 1.0)
+        draft = copies.draft
+
+        def slow(*arguments: Any) -> DraftTree:
+            load.now += 6.4
+            return draft(*arguments)
+
+        monkeypatch.setattr(copies, "draft", slow)
+        load.run(copies, 300)
+        # A tenth of a round each.
+        assert 10 < copies.drafted < 60
 
 
 def test_transformers_own_loop_is_refused_with_the_way_out() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
-from hf_spec.drafting.cost_model.exploration import WAIT_PER_STEP, Exploration
+from hf_spec.drafting.cost_model.exploration import (
+    PATIENCE,
+    WAIT_PER_STEP,
+    Backoff,
+    Exploration,
+)
 
 
 def trials(cost: float, rounds: int) -> list[int]:
@@ -47,3 +53,33 @@ def test_a_drafter_that_pays_again_is_soon_tried_again_later() -> None:
 def test_a_free_trial_is_always_due() -> None:
     exploration = Exploration(trials=5)
     assert exploration.is_due(0.0)
+
+
+class TestBackoff:
+    def test_the_wait_doubles_until_drafting_takes_a_small_share_of_the_time(self) -> None:
+        backoff, drafted = Backoff(), []
+        for number in range(400):
+            if backoff.is_due():
+                drafted.append(number)
+                backoff.record(False, draft_seconds=0.1, round_seconds=1.0)
+        waits = [later - earlier - 1 for earlier, later in itertools.pairwise(drafted)]
+        assert waits[: PATIENCE - 1] == [0] * (PATIENCE - 1)
+        assert waits[PATIENCE - 1 :][:5] == [1, 2, 4, 8, 16]
+        # 0.1 of a round in every 21.
+        assert set(waits[PATIENCE + 4 :]) == {20}
+
+    def test_no_wait_where_drafting_takes_little_time(self) -> None:
+        backoff = Backoff()
+        for _ in range(50):
+            assert backoff.is_due()
+            backoff.record(False, draft_seconds=0.004, round_seconds=1.0)
+
+    def test_a_draft_that_is_sent_ends_the_wait(self) -> None:
+        backoff = Backoff()
+        for _ in range(20):
+            backoff.record(False, 0.1, 1.0)
+        assert not backoff.is_due()
+        backoff.record(True, 0.1, 1.0)
+        assert backoff.is_due()
+        backoff.record(False, 0.1, 1.0)
+        assert backoff.is_due()

@@ -39,6 +39,8 @@ def tree(*nodes: tuple[int, float]) -> MergedTree:
 class Level:
     """A source whose levels are known."""
 
+    chain: tuple[float, ...] = ()
+
     def __init__(self, name: str, *levels: float, exclusive_tree: bool = False, nodes: int = 0):
         self.name, self.levels, self.depth = name, levels, len(levels)
         self.drafter = SimpleNamespace(exclusive_tree=exclusive_tree)
@@ -47,6 +49,9 @@ class Level:
 
     def level_rate(self, row: int, depth: int) -> float:
         return self.levels[depth - 1]
+
+    def chain_rate(self, row: int, depth: int) -> float:
+        return self.chain[depth - 1] if self.chain else 0.0
 
 
 def ask(trees: dict[int, MergedTree], known: Costs, *sources: Any, room: int = 9) -> PlannedRound:
@@ -102,6 +107,13 @@ class TestNodes:
         assert chosen == {0: [1, 2, 3], 1: [1]}
         assert best.nodes == 6
 
+    def test_most_nodes_of_all_rows(self) -> None:
+        proposed = {0: tree((0, 0.5), (1, 0.4)), 1: tree((0, 0.9))}
+        for most, expected in ((9, [1, 2]), (4, [1]), (3.5, []), (1, [])):
+            best, chosen = choose_nodes(costs(0.0), proposed, 3, max_size=most)
+            assert chosen[0] == expected
+            assert best.nodes == 2 + len(chosen[0]) + len(chosen[1]) <= max(most, 2)
+
     def test_drafting_that_took_time_raises_what_is_sent(self) -> None:
         proposed = {0: tree((0, 0.4), (0, 0.12), (0, 0.06))}
         sent = [len(choose_nodes(costs(0.1), proposed, 40, spent)[1][0]) for spent in (0.0, 5.0)]
@@ -152,6 +164,16 @@ class TestSources:
             rows, costs(0.01, **{"0": 0.1, "1": 0.1}), ForRow("0", 1), ForRow("1", 1)
         ).depths
         assert asked == {"0": {0: 1, 1: 0}, "1": {0: 0, 1: 1}}
+
+    def test_a_chain_where_a_tree_does_not_pay(self) -> None:
+        """At 0.3 per node, a level must gain 1.2 with four nodes, and 0.3 with one."""
+        good = Level("good", 0.9, 0.9)
+        good.chain = (0.8, 0.2)
+        assert ask({0: tree()}, costs(0.3, good=0.1), good).depths == {"good": {0: 1}}
+        cheap = ask({0: tree()}, costs(0.02, good=0.1), good)
+        assert (cheap.depths, cheap.nodes) == ({"good": {0: 2}}, 1 + 2 * NODES_PER_LEVEL)
+        assert cheap.tokens == pytest.approx(1 + 0.9 + 0.81)
+        assert ask({0: tree()}, costs(0.9, good=0.1), good).depths == {}
 
     def test_a_tree_that_stays_whole_takes_the_place_of_all_others(self) -> None:
         own = Level("own", 0.9, 0.9, exclusive_tree=True, nodes=6)

@@ -12,6 +12,10 @@ from transformers import DynamicCache
 from hf_spec import AssistantError, BlockConfig, DraftConfig, OptionError
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.common.compat import CACHE_NAME
+from hf_spec.drafting.cost_model import cost_curves
+from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter
+from hf_spec.drafting.one_pass_drafter import ProposalDrafter
+from hf_spec.methods.registry import make_drafter
 from tests.feature_reference import (
     BLOCK,
     LAYERS,
@@ -70,7 +74,7 @@ def test_every_draft_of_a_ragged_batch(
     head: PublishedHead, from_anchor: bool, shape: str, tmp_path: Path
 ) -> None:
     levels = BLOCK if from_anchor else BLOCK - 1
-    options = {"tree": TREE} if shape == "tree" else {"max_draft_tokens": levels}
+    options = {"tree": TREE} if shape == "tree" else {"children": 1, "max_draft_tokens": levels}
     with watch_drafts() as seen:
         output = generate(save(tmp_path / "head", head), **options)
     reference = block_reference(MODEL, head, from_anchor)
@@ -181,6 +185,98 @@ def test_a_head_in_bfloat16_beside_a_float16_target() -> None:
             assistant=head,
         )
         assert output.spec_stats.draft_forwards > 0
+
+
+class TestChainOrTree:
+    """Without options, the cost model chooses the nodes of a tree."""
+
+    def generate(
+        self, monkeypatch: pytest.MonkeyPatch, first: float, node_cost: float
+    ) -> tuple[Any, list[int]]:
+        """Generate with drafts whose target token is the most probable one in a share `first`.
+
+        In the other places it is the second. Returns statistics, and the most children that a node
+        had in each round.
+        """
+        inputs, limits = prompts("llama", "one"), {"max_new_tokens": 80, "do_sample": False}
+        answer = MODEL.generate(**inputs, **limits)[0].tolist()
+
+        def probabilities(_: Any, state: Any, growth: Any) -> torch.Tensor:
+            probs = torch.full((len(growth.owners), 97), 0.1 / 95)
+            for place, depth in enumerate(growth.node_depths()):
+                index = len(state.tokens[0]) + depth
+                token = answer[index % len(answer)]
+                is_first = (index * 0.618) % 1.0 < first
+                probs[place, token] = 0.5 if is_first else 0.4
+                probs[place, (token + 1) % 97] = 0.4 if is_first else 0.5
+            return probs
+
+        monkeypatch.setattr(ProposalDrafter, "probabilities", probabilities)
+        monkeypatch.setattr(cost_curves, "NODE_COST", node_cost)
+        widths: list[int] = []
+        draft = AdaptiveLengthDrafter.draft
+
+        def watch(*arguments: Any) -> Any:
+            tree = draft(*arguments)
+            widths.append(max(map(len, tree.children)))
+            return tree
+
+        monkeypatch.setattr(AdaptiveLengthDrafter, "draft", watch)
+        output = MODEL.generate(
+            **inputs,
+            **limits,
+            return_dict_in_generate=True,
+            assistant=deepspec(),
+            spec_strategy="block",
+        )
+        assert output.sequences[0].tolist() == answer
+        return output.spec_stats, widths
+
+    def test_siblings_that_are_often_right_are_sent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        stats, widths = self.generate(monkeypatch, first=0.5, node_cost=0.01)
+        assert sum(width > 1 for width in widths) > len(widths) / 2
+        assert stats.accepted_tokens > 2.5 * stats.target_forwards
+
+    def test_siblings_that_are_never_right_are_not_sent(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stats, widths = self.generate(monkeypatch, first=1.0, node_cost=0.1)
+        assert max(widths[-5:]) == 1
+        assert stats.accepted_tokens > 2 * stats.target_forwards
+
+    def test_a_chain_pays_where_no_tree_does(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Three nodes per level would cost more than a level gains; one does not."""
+        stats, widths = self.generate(monkeypatch, first=0.8, node_cost=0.35)
+        assert widths.count(1) > len(widths) / 2
+        assert stats.accepted_tokens > 0.5 * stats.target_forwards
+
+    def test_nothing_is_sent_where_rows_are_expensive(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stats, _ = self.generate(monkeypatch, first=0.5, node_cost=3.0)
+        assert stats.drafted_tokens == 0
+
+    @pytest.mark.parametrize(
+        ("options", "children", "draws"),
+        [
+            ({}, 3, False),
+            ({"max_draft_tokens": 4}, 3, False),
+            ({"children": 2}, 2, False),
+            ({"children": 1}, 1, True),
+            ({"children": 1, "sample_drafts": False}, 1, False),
+            ({"sample_drafts": True}, 1, True),
+            ({"sample_drafts": False}, 3, False),
+            ({"children": 3, "sample_drafts": True}, 3, True),
+            ({"length_policy": "head"}, 1, True),
+        ],
+    )
+    def test_shapes(self, options: dict[str, Any], children: int, draws: bool) -> None:
+        config = BlockConfig(**options)
+        assert (config.shape.children, config.draws) == (children, draws)
+        drafter = make_drafter(config, MODEL, deepspec())
+        by_cost = children > 1 and not draws
+        measured = not config.leaves_sizes_open or config.length_policy is not None
+        assert isinstance(drafter, AdaptiveLengthDrafter) == (by_cost or not measured)
 
 
 class TestRefused:

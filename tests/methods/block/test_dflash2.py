@@ -135,7 +135,7 @@ def test_the_most_probable_chain_of_a_ragged_batch() -> None:
         output = MODEL.generate(
             **inputs,
             **limits,
-            spec_strategy=BlockConfig(max_draft_tokens=BLOCK - 1),
+            spec_strategy=BlockConfig(max_draft_tokens=BLOCK - 1, children=1),
             assistant=dflash2(),
         )
     assert torch.equal(output, MODEL.generate(**inputs, **limits))

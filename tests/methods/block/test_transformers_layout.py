@@ -175,7 +175,7 @@ def test_generation_drafts_as_transformers_does() -> None:
         output = MODEL.generate(
             **inputs,
             **limits,
-            spec_strategy=BlockConfig(max_draft_tokens=depth),
+            spec_strategy=BlockConfig(max_draft_tokens=depth, children=1),
             assistant=as_published(ASSISTANT),
         )
     assert torch.equal(output, MODEL.generate(**inputs, **limits))

@@ -15,8 +15,12 @@ from examples.studies.serving.load_curve import main
 def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "curve.json"
     size = ["--load", "1", "--load", "3", "--new-tokens", "3", "--repeats", "2"]
+    size += ["--prompt-tokens", "150"]
     main(["--model", str(folder), "--strategy", "lookup", "--out", str(out), *size])
-    records = json.loads(out.read_text())["records"]
+    record = json.loads(out.read_text())
+    assert 0 < record["prompts"] < 60
+    assert record["prompt_tokens"] == 150
+    records = record["records"]
     measured = [(record["load"], record["strategy"]) for record in records]
     assert sorted(measured) == [
         (load, s) for load in (1, 3) for s in ("lookup",) * 2 + ("none",) * 2
