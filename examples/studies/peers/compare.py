@@ -29,6 +29,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--peer", action="append", default=[], type=named, help="NAME=COMMAND, once or more"
     )
+    parser.add_argument(
+        "--other-weights", action="store_true", help="do not compare the outputs of peers"
+    )
     options = parser.parse_args(argv)
     model, own_clock = timing.begin(options)
     with ExitStack() as stack:
@@ -41,7 +44,9 @@ def main(argv: list[str] | None = None) -> None:
 
         contenders = [*by_prompt.ours(model, options), *(peer.contender for peer in peers)]
         facts = {"peers": {peer.name: peer.facts for peer in peers}}
-        subject = by_prompt.Subject(model, contenders, clock, options.new_tokens, options.repeats)
+        subject = by_prompt.Subject(
+            model, contenders, clock, options.new_tokens, options.repeats, options.other_weights
+        )
         by_prompt.run(options, subject, facts)
 
 
