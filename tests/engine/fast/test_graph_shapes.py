@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_spec.engine.fast.graph_shapes import Bucket, Inputs, Shape
+from hf_spec.engine.fast.graph_shapes import Bucket, GraphInputs, Inputs, Shape
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kernel_layout import tensors_of
 from hf_spec.engine.forward.kv_pool import KVPool
@@ -22,27 +22,29 @@ def step_of(nodes: int) -> PackedStep:
     return PackedStep(KVPool(1), packed.segments)
 
 
-def inputs_of(nodes: int, kept: int = 2, dtype: torch.dtype = torch.long) -> Inputs:
+def inputs_of(nodes: int, kept: int = 2, dtype: torch.dtype = torch.long) -> GraphInputs:
     tensors = [torch.arange(nodes) + 1, torch.arange(kept, dtype=dtype)]
-    return Inputs(tensors, *step_of(nodes).on_host)
+    return GraphInputs([Inputs(tensors, *step_of(nodes).on_host)])
 
 
 def test_a_step_stands_padded_where_its_shape_is() -> None:
     first, second = inputs_of(5), inputs_of(6, kept=1)
     shape = Shape(Bucket.of(first), first, 256, CPU)
-    places = [tensor.data_ptr() for tensor in shape.inputs]
-    for inputs in (first, second):
-        shape.fill(inputs)
+    (buffers,) = shape.steps
+    places = [tensor.data_ptr() for tensor in buffers.inputs]
+    for graph_inputs in (first, second):
+        shape.fill(graph_inputs)
+        (inputs,) = graph_inputs.steps
         count = len(inputs.tensors[0])
-        assert shape.inputs[0].tolist() == [*range(1, count + 1), *([0] * (6 - count))]
-        layout, where = shape.step(KVPool(1)).layout(CPU)
+        assert buffers.inputs[0].tolist() == [*range(1, count + 1), *([0] * (6 - count))]
+        layout, where = buffers.step(KVPool(1)).layout(CPU)
         assert where[:, :count].tolist() == inputs.places.tolist()
         assert (where[:, count:] == -1).all()
         assert layout.position[:count].tolist() == inputs.layout.position.tolist()
         assert [t.shape for t in tensors_of(layout)] == [
-            t.shape for t in tensors_of(shape.step(KVPool(1)).layout(CPU)[0])
+            t.shape for t in tensors_of(buffers.step(KVPool(1)).layout(CPU)[0])
         ]
-    assert [tensor.data_ptr() for tensor in shape.inputs] == places
+    assert [tensor.data_ptr() for tensor in buffers.inputs] == places
 
 
 def test_what_a_shape_holds() -> None:
