@@ -122,9 +122,6 @@ CASES = {
     "draft of 5": Case(hf_spec.DraftConfig(**FIVE), draft_model),
     "draft of 5, top-p": Case(hf_spec.DraftConfig(**FIVE), draft_model, sampled=True),
     "draft, default policy": Case(hf_spec.DraftConfig(), draft_model, level_cost=0.2),
-    "draft of 5, temperature": Case(
-        hf_spec.DraftConfig(**FIVE), draft_model, sampled=True, temperature=0.8
-    ),
     "tree": Case(hf_spec.TreeConfig(length_policy="static", max_nodes=15), draft_model),
     "falcon": Case(hf_spec.FalconConfig(tree=tiny_models.wide_tree()), falcon_head),
     "eagle": Case(hf_spec.EagleConfig(**BEAM), eagle_head),
