@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from bitsandbytes.nn import Linear4bit
-from hf_spec_kernels import build
+from hf_spec_kernels import build, huge_pages
 from torch import Tensor
 
 from examples.studies import timing
@@ -40,6 +40,8 @@ DTYPE = torch.bfloat16
 # By norm, how far results of the row-major layout may be from each other: rounding to bfloat16.
 TOLERANCE = 5e-3
 READ = "plain read"
+# Options that the record holds.
+NAMES = ("num_layers", "nested", "processor", "huge_pages")
 
 Form = Callable[[Any, Tensor], Any]
 FORMS: dict[str, Form] = {"bitsandbytes": Linear4bit.forward, "hf_spec": four_bit_forward}
@@ -129,6 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, help="default: PyTorch's")
+    parser.add_argument("--huge-pages", action="store_true", help="move the weights to huge pages")
     parser.add_argument(
         "--processor-time", action="store_true", help="count processor seconds, not those that pass"
     )
@@ -145,12 +148,14 @@ def main(argv: list[str] | None = None) -> None:
     clock = time.process_time if options.processor_time else time.perf_counter
     model = layers(SIZES * options.num_layers, options.nested, bool(options.processor))
     assert all(map(is_four_bit, model)), "the kernel cannot be built"
+    if options.huge_pages:
+        huge_pages.move([layer.weight.data for layer in model])
     nbytes = sum(map(bytes_of, model))
     seconds = measure(model, options.rows, options.repeats, clock)
     read = read_seconds(nbytes, options.repeats, clock)
     print(table(seconds, nbytes))
     print(f"{READ}: {cell(nbytes, read)}")
-    settings = {name: getattr(options, name) for name in ("num_layers", "nested", "processor")}
+    settings = {name: getattr(options, name) for name in NAMES}
     timing.write_record(options, {**settings, "bytes": nbytes, "seconds": seconds, READ: read})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.studies.full_table.by_prompt import WARM_UP
 from examples.studies.peers.compare import main
 from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.contenders import plain
@@ -35,7 +36,7 @@ def command(folder: Path, tmp_path: Path) -> str:
     answers = {}
     for prompt in load_prompts(per_task=1):
         ids = prompt.encode(tokenizer)
-        for count in (4, 16):
+        for count in (4, WARM_UP):
             asked = json.dumps({"ids": ids[0].tolist(), "new_tokens": count})
             answers[asked] = reference.run(ids, count).sequence.tolist()
     (tmp_path / "answers.json").write_text(json.dumps(answers))
@@ -62,3 +63,14 @@ def test_command(folder: Path, tmp_path: Path, command: str, capsys: Any) -> Non
         assert max(record["elapsed"]) < 100
         kinds = [difference["kind"] for difference in record["differences"]]
         assert kinds == (["bug"] if record["contender"] == "wrong" else [])
+
+
+@pytest.mark.full
+def test_outputs_of_other_weights_are_not_examined(
+    folder: Path, tmp_path: Path, command: str
+) -> None:
+    out = tmp_path / "record.json"
+    size = ["--per-task", "1", "--new-tokens", "4", "--repeats", "1", "--other-weights"]
+    peer = ["--peer", f"wrong={command} 1", "--out", str(out)]
+    main(["--model", str(folder), "--strategy", "lookup", *size, *peer])
+    assert not any(record["differences"] for record in json.loads(out.read_text())["records"])
