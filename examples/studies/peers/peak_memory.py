@@ -24,7 +24,7 @@ from hf_spec.evaluation.bench.tables import Table
 
 
 def peak(options: argparse.Namespace, strategies: list[str]) -> int:
-    """Return the peak of this process in bytes, which answers a prompt; plain without strategies."""
+    """Answer a prompt, plainly without strategies; return the peak of this process in bytes."""
     options.strategy = strategies
     model, _ = timing.begin(options)
     contender = by_prompt.ours(model, options)[-1]
