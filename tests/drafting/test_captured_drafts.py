@@ -28,6 +28,7 @@ from hf_spec import DraftConfig, EagleConfig, FalconConfig, GsdConfig, MtpConfig
 from hf_spec.adapters.published import read_published
 from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.capture import warm_ups
+from hf_spec.drafting import level_drafter
 from hf_spec.drafting.cost_model.cost_curves import Costs
 from hf_spec.drafting.level_drafter import processors_key
 from hf_spec.engine.decode.drafter import Drafter
@@ -431,16 +432,16 @@ class TestFallback:
 
     def test_a_draft_that_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is found before the capture, once; its steps are captured all the same."""
-        call_processor, reads = TopKLogitsWarper.__call__, []
+        reads = []
 
-        def waiting(self: Any, ids: Any, scores: Tensor) -> Tensor:
+        def waiting(scores: Tensor) -> Tensor:
             if isinstance(scores, OnGpu) and cuda_graphs._thread.program is not None:
                 reads.append(float(scores.max()))
-            return call_processor(self, ids, scores)
+            return distribution(scores)
 
         case = CASES["draft, processors"]
         plain = on_host(case)
-        monkeypatch.setattr(TopKLogitsWarper, "__call__", waiting)
+        monkeypatch.setattr(level_drafter, "distribution", waiting)
         with Device(case, monkeypatch) as device:
             first, again = device.decode(), device.decode()
         check_same(first, plain)

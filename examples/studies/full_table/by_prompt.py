@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 import hf_spec
 from examples.studies import timing
@@ -155,10 +155,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=inf, help="begin no prompt after so many")
 
 
-def ours(model: Any, options: argparse.Namespace) -> list[Contender]:
-    """Plain `generate()` and the strategies that are asked for."""
+def begin(options: argparse.Namespace) -> tuple[PreTrainedModel, Callable[[], float]]:
+    """Return the model, compiled if that is asked for, and the clock."""
+    model, clock = timing.begin(options)
     if options.compile:
         print(hf_spec.compile(model))
+    return model, clock
+
+
+def ours(model: Any, options: argparse.Namespace) -> list[Contender]:
+    """Plain `generate()` and the strategies that are asked for."""
     return [plain(model)] + [
         strategy(model, entry.config, entry.assistant, entry.short_name)
         for entry in parse_entries(options.strategy, options.assistant)
@@ -202,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     options = parser.parse_args(argv)
-    model, clock = timing.begin(options)
+    model, clock = begin(options)
     contenders = ours(model, options)
     run(options, Subject(model, contenders, clock, options.new_tokens, options.repeats), {})
 

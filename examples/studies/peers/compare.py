@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 
-from examples.studies import timing
 from examples.studies.full_table import by_prompt
 from examples.studies.peers.peer import named, started
 
@@ -33,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
         "--other-weights", action="store_true", help="do not compare the outputs of peers"
     )
     options = parser.parse_args(argv)
-    model, own_clock = timing.begin(options)
+    model, own_clock = by_prompt.begin(options)
     with ExitStack() as stack:
         peers = [stack.enter_context(started(*given)) for given in options.peer]
 

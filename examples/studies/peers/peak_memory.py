@@ -26,7 +26,7 @@ from hf_spec.evaluation.bench.tables import Table
 def peak(options: argparse.Namespace, strategies: list[str]) -> int:
     """Answer a prompt, plainly without strategies; return the peak of this process in bytes."""
     options.strategy = strategies
-    model, _ = timing.begin(options)
+    model, _ = by_prompt.begin(options)
     contender = by_prompt.ours(model, options)[-1]
     (ids, *_) = (p.encode(AutoTokenizer.from_pretrained(options.model)) for p in load_prompts())
     contender.run(ids, options.new_tokens, torch.ones_like(ids))

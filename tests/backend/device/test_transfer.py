@@ -41,7 +41,7 @@ from tests.fake_gpu import DEVICE, FakeGpu, OnGpu, on_gpu, pretended, recording
 from tests.falcon_reference import random_head
 from tests.published_heads import sample
 
-NEW_TOKENS = 12
+NEW_TOKENS = 24
 MIXED = [
     torch.arange(5),
     torch.tensor([[True, False], [False, True]]),
