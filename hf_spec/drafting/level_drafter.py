@@ -391,7 +391,7 @@ class LevelDrafter(Drafter):
 def processors_key(processors: Sequence[Any]) -> Hashable | None:
     """Return a key of what processors do to the scores of drafts; None without any such key.
 
-    Those that do not read scores alone are no part of it: they leave out drafts, or read prefixes.
+    Processors that read more than scores are not in the key: they skip drafts or read prefixes.
     """
     if any(isinstance(processor, RowProcessors) for processor in processors):
         # Rows begin with processors of their own.

@@ -42,7 +42,7 @@ class PassPlan:
 
 @dataclass(frozen=True)
 class DevicePass:
-    """A pass over all rows, as the host knows it before any pass has run.
+    """Shape of a pass over all rows, known to the host before any pass has run.
 
     Attributes:
         rows: the A rows that grow.

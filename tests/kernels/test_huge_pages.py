@@ -29,7 +29,7 @@ def in_huge_pages(tensor: Tensor) -> int:
 
 
 def skip_without_huge_pages() -> None:
-    """Skip on systems that give none to a program that asks for them."""
+    """Skip on systems in which they are switched off."""
     path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not path.exists() or "[never]" in path.read_text():
         pytest.skip("the system has no huge pages")

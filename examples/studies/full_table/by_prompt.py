@@ -156,7 +156,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def begin(options: argparse.Namespace) -> tuple[PreTrainedModel, Callable[[], float]]:
-    """Return the model, compiled if that is asked for, and the clock."""
+    """Return the model, compiled with `--compile`, and the clock."""
     model, clock = timing.begin(options)
     if options.compile:
         print(hf_spec.compile(model))

@@ -158,7 +158,7 @@ class LearnedCurve:
         above = bisect_right(KNOTS, size)
         neighbors = KNOTS[max(above - 1, 0) : above + 1]
         knot = min(neighbors, key=lambda knot: abs(math.log(knot / size)))
-        # Known costs tell how to get from one size to another.
+        # The known costs define the step from one size to another.
         known = self if self.has_timings and self(size) > 0 else self._expected
         scale = known(knot) / known(size)
         before = self(knot) if self.has_timings else scale * expected

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
@@ -141,7 +141,6 @@ class PackedLinears:
             m for m in modules if type(m) is nn.Linear and (has_fast_forward(m) or _is_suitable(m))
         ]
         self._rounded = rounded
-        _move_codes(modules)
         self._compare()
 
     def refresh(self) -> None:
@@ -215,32 +214,32 @@ def has_fast_forward(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
+    codes: dict[nn.Module, Tensor | None] = {}
     for linear in modules:
         if "forward" not in vars(linear) and is_four_bit(linear):
             forwards[linear] = _in_place_forward(linear, four_bit_forward)
+            codes[linear] = four_bit_storage(linear)
         elif "forward" not in vars(linear) and is_eight_bit(linear):
             forwards[linear] = _in_place_forward(linear, _eight_bit_forward)
+            codes[linear] = eight_bit_storage(linear)
         if not _is_suitable(linear):
             continue
         if (forms := _packed_forms_for(linear)) is not None:
             forwards[linear] = _PackedForward(linear, forms)
         elif linear.weight.dtype == torch.float32:
             forwards[linear] = _transposed_forward(linear)
+    _move_codes(codes)
     return forwards
 
 
-def _move_codes(modules: Iterable[nn.Module]) -> None:
-    """Move codes that are read in place to huge pages, once each."""
-    codes = []
-    for module in modules:
-        if is_four_bit(module):
-            found = four_bit_storage(module)
-        else:
-            found = eight_bit_storage(module) if is_eight_bit(module) else None
+def _move_codes(codes: Mapping[nn.Module, Tensor | None]) -> None:
+    """Move the codes of quantized modules, which are read in place, to huge pages, once each."""
+    fresh = []
+    for module, found in codes.items():
         if found is not None and _moved.get(module) != found.data_ptr():
             _moved[module] = found.data_ptr()
-            codes.append(found)
-    huge_pages.move(codes)
+            fresh.append(found)
+    huge_pages.move(fresh)
 
 
 def _is_suitable(module: nn.Module) -> TypeGuard[nn.Linear]:

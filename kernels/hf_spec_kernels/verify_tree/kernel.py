@@ -4,7 +4,7 @@ The first kernel reduces the logits of each node to two numbers per chunk of the
 maximum with its index, or the maximum with the sum of weights. In the second kernel one program per
 row walks the tree. At a node it selects the chunk of the token; sampling reads that chunk again.
 Every rejected child of a sampled draft costs one pass over the logits and draft probabilities of
-its parent; the distributions after several rejections are computed anew from the masses of all.
+its parent; the distributions after several rejections are recomputed from the masses of all.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803, PLR0124, PLR0913, PLR0915 - names at compile time, x != x for NaN, pointers
