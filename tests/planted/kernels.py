@@ -238,6 +238,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "a target checks the state of its layers once",
+        area="compiled layers",
+        file="hf_spec/engine/runner.py",
+        old="if not (self.rounded and self._checked):",
+        new="if not self._checked:",
+        tests=("tests/engine/fast/test_compiled_layers.py",),
+    ),
+    Mutant(
         "replaced weights are not noticed",
         area="compiled layers",
         file="hf_spec/engine/fast/layer_state.py",
