@@ -238,12 +238,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "a target checks the state of its layers once",
+        "the state of a draft model's layers is checked in the first round alone",
         area="compiled layers",
         file="hf_spec/engine/runner.py",
-        old="if not (self.rounded and self._checked):",
-        new="if not self._checked:",
-        tests=("tests/engine/fast/test_compiled_layers.py",),
+        old="        self._checked = False\n        committed",
+        new="        committed",
+        tests=(
+            "tests/engine/fast/test_compiled_layers.py::test_a_draft_model_checks_its_layers_once_in_a_round",
+        ),
     ),
     Mutant(
         "replaced weights are not noticed",

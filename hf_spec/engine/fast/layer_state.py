@@ -3,8 +3,8 @@
 Tracing turns everything that Python reads into constants: attributes of modules and of objects in
 them, configs, functions, class attributes, globals of the modeling file. *Keys* of this state are
 equal for layers that compute the same with other weights. *Views* of it are compared by identity
-before every forward pass, which takes less than 1% of it. Functions of PyTorch, NumPy and the
-standard library are not followed.
+before every forward pass of a target, which takes 1.5 of 32 ms with 28 layers in 4 bits, and before
+every draft. Functions of PyTorch, NumPy and the standard library are not followed.
 """
 
 from __future__ import annotations

@@ -108,10 +108,7 @@ def test_a_draft_model_is_compiled_likewise(runs: list[Any]) -> None:
     assert not forwards(draft)
 
 
-def test_the_state_of_a_draft_model_is_checked_once_in_a_draft(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """That of a target is checked in every pass, also with a draft of one token."""
+def test_a_draft_model_checks_its_layers_once_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[Any] = []
     holds = LayerState.holds
 
@@ -126,9 +123,7 @@ def test_the_state_of_a_draft_model_is_checked_once_in_a_draft(
     hf_spec.compile(draft)
     checks.clear()
     options["spec_strategy"] = hf_spec.DraftConfig(max_draft_tokens=4, length_policy="static")
-    found: Any = generate(
-        target, "llama", assistant=draft, return_dict_in_generate=True, **options
-    )
+    found: Any = generate(target, "llama", assistant=draft, return_dict_in_generate=True, **options)
     stats = found.spec_stats
     by_state = [checks.count(state) for state in set(checks)]
     # The state is read, not checked, in the first pass of each model.

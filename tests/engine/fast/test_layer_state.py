@@ -262,7 +262,9 @@ def test_changes_of_8_bit_layers_are_seen(name: str) -> None:
     assert not state.holds()
 
 
-@pytest.mark.parametrize("changed", ["codes", "scales", "scales in place", "table", "state", "dtype"])
+@pytest.mark.parametrize(
+    "changed", ["codes", "scales", "scales in place", "table", "state", "dtype"]
+)
 def test_changes_of_4_bit_layers_are_seen(changed: str) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     linear = bnb.nn.Linear4bit(64, 64, quant_type="nf4").to("cpu").eval()
