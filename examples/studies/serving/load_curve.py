@@ -3,10 +3,10 @@
     python -m examples.studies.serving.load_curve --model MODEL --strategy lookup --strategy auto \
         --prompt-tokens 128 --new-tokens 32 --out load_curve.json
 
-At a load of N, `generate_batch` keeps N sequences going. Time and tokens are counted while all
-places are taken: from the end of the N-th sequence, to that of as many more (at least 8). `none`
-and the strategies take turns, after a first turn that is not counted. A command that was stopped
-goes on with the first load that `--out` has not.
+At a load of N, `generate_batch` runs N sequences of equal length. Whole rounds are counted from
+the first tokens of all of them to the end of the first one, so that neither prompts nor free places
+matter. `none` and the strategies take turns, after a first turn that is not counted. A command that
+was stopped goes on with the first load that `--out` has not.
 """
 
 from __future__ import annotations
@@ -29,65 +29,67 @@ from hf_spec.evaluation.bench.entries import Entry, parse_entries
 from hf_spec.evaluation.bench.tables import Table
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
-# Sequences at low loads.
+# Sequences at low loads, in turn.
 FEWEST = 8
 
 
-class EnoughError(Exception):
-    """Ends a run; the sequences that are going are dropped."""
+class EndOfWindowError(Exception):
+    """Ends a run while its other sequences are going."""
 
 
 class Window(BatchStreamer):
-    """Collects all answers; counts seconds and tokens between the ends of two sequences."""
+    """Collects answers, and notes time and tokens at the rounds in which all streams take part."""
 
-    def __init__(self, first: int, last: int):
+    def __init__(self, streams: int):
         super().__init__(self.take, self.end)
-        self.first, self.last = first, last
+        self.streams = streams
         self.answers: dict[int, list[int]] = defaultdict(list)
-        self.ended: list[int] = []
-        self.seconds = 0.0
-        self.tokens = 0
+        self.rounds: list[tuple[float, int]] = []
 
     def take(self, index: int, tokens: list[int]) -> None:
-        """Store tokens of a sequence."""
+        """Store tokens; those of the first sequence are the first ones of a round."""
+        if index == 0 and len(self.answers) == self.streams:
+            self.rounds.append((time.perf_counter(), sum(map(len, self.answers.values()))))
         self.answers[index] += tokens
-        self.tokens += len(tokens)
 
     def end(self, index: int) -> None:
-        """Start or stop counting at the end of a sequence."""
-        self.ended.append(index)
-        now = time.perf_counter()
-        if len(self.ended) == self.first:
-            self.seconds, self.tokens = -now, 0
-        elif len(self.ended) == self.last:
-            self.seconds += now
-            raise EnoughError
+        """Stop at the first end."""
+        raise EndOfWindowError
 
 
 def answer(
     model: Any, entry: Entry, prompts: Sequence[list[int]], load: int, new_tokens: int
 ) -> dict[str, Any]:
-    """Answer prompts with `load` streams; return time, tokens, and the answers that ended."""
-    window = Window(load, load + max(load, FEWEST))
-    # Places are taken until the end.
-    needed = list(islice(cycle(prompts), window.last + load))
-    with suppress(EnoughError):
-        model.generate_batch(
-            [list(prompt) for prompt in needed],
-            spec_strategy=entry.config,
-            assistant=entry.assistant,
-            max_batch=load,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            streamer=window,
-        )
+    """Answer prompts with `load` streams; return time and tokens of the windows, and answers."""
+    seconds, count, answers = 0.0, 0, []
+    for start in range(0, max(load, FEWEST), load):
+        window = Window(load)
+        with suppress(EndOfWindowError):
+            model.generate_batch(
+                list(islice(cycle(prompts), start, start + load)),
+                spec_strategy=entry.config,
+                assistant=entry.assistant,
+                max_batch=load,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                streamer=window,
+            )
+        (began, before), (ended, after) = window.rounds[0], window.rounds[-1]
+        seconds, count = seconds + ended - began, count + after - before
+        answers += [window.answers[index] for index in range(load)]
     return {
         "strategy": entry.short_name,
         "load": load,
-        "seconds": round(window.seconds, 4),
-        "new_tokens": window.tokens,
-        "answers": {index: window.answers[index] for index in window.ended},
+        "seconds": round(seconds, 4),
+        "new_tokens": count,
+        "answers": answers,
     }
+
+
+def agree(answers: Sequence[list[int]], others: Sequence[list[int]]) -> bool:
+    """Return True if the answers are equal as far as both go."""
+    pairs = zip(answers, others, strict=True)
+    return all(a == b for pair in pairs for a, b in zip(*pair, strict=False))
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -122,6 +124,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(argv)
     model, _ = timing.begin(options)
+    # All answers have the same length.
+    model.generation_config.eos_token_id = None
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     known = [prompt.encode(tokenizer)[0].tolist() for prompt in load_prompts()]
     longest = options.prompt_tokens or max(map(len, known))
@@ -134,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     for load in options.load or LOADS:
         if load in measured:
             continue
-        answers: dict[int, list[int]] = {}
+        plain: list[list[int]] = []
         for repeat in range(options.repeats + 1):
             turn = repeat % len(entries)
             runs = [
@@ -142,14 +146,15 @@ def main(argv: list[str] | None = None) -> None:
                 for entry in [*entries[turn:], *entries[:turn]]
             ]
             for run in runs:
-                mine = run.pop("answers")
-                run["equal"] = all(answers.setdefault(i, mine[i]) == mine[i] for i in mine)
+                answers = run.pop("answers")
+                plain = plain or answers
+                run["equal"] = agree(answers, plain)
             # The first turn packs weights and measures costs.
             records += sorted(runs, key=lambda run: run["strategy"] != "none") if repeat else []
         timing.write_record(options, {**settings, "records": records})
         print(table(records), flush=True)
     different = sum(not record["equal"] for record in records)
-    print(f"{different} of {len(records)} runs have other answers than the first run")
+    print(f"{different} of {len(records)} runs have other answers than `none`")
 
 
 if __name__ == "__main__":
