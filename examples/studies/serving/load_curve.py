@@ -1,4 +1,4 @@
-"""Speed by the number of streams: from which load on drafts bring nothing.
+"""Speed by the number of streams: from which load on drafts do not pay.
 
     python -m examples.studies.serving.load_curve --model MODEL --strategy lookup --strategy auto \
         --prompt-tokens 128 --new-tokens 32 --out load_curve.json

@@ -39,8 +39,8 @@ MAX_FORWARD_COST = 0.5
 READ_COST = 0.05
 # Drafts after more new tokens than this measure the cost of reading, others that of drafting.
 MAX_UNREAD = 8
-# Sizes at which timings are stored. Other sizes are recorded at the next larger one: matrix products
-# run in tiles, so the first node of a tile costs the most, and it must not raise the cost of a step
+# Sizes at which timings are stored. Others are recorded at the next larger one: matrix products run
+# in tiles, so the first node of a tile costs the most, and must not raise the cost of a step
 # without a draft.
 KNOTS = (1, 2, 3, *(base * 2**power for power in range(18) for base in (4, 5, 6, 7)))
 # The cost of a size is the median of its last timings, the lower one of an even number: single
