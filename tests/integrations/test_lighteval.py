@@ -17,7 +17,7 @@ from lighteval.models.transformers.transformers_model import (
 )
 from lighteval.tasks.requests import Doc, SamplingMethod
 
-from hf_spec import LookupConfig, SpecStats, collect_stats
+from hf_spec import DraftConfig, SpecStats, collect_stats
 from tests.cli.answer.conftest import make_tokenizer
 from tests.tiny_models import build
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 
 TEXTS = ("ab ab ab ab", "a b c d e f a b c", "xyz")
 # Sent in every round, whatever they cost.
-FIXED = LookupConfig(max_draft_tokens=4)
+FIXED = DraftConfig(max_draft_tokens=4)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -34,11 +34,14 @@ def test_answers_are_those_of_plain_decoding(batch_size: int, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "model")
     make_tokenizer(None).save_pretrained(tmp_path / "model")
 
-    def answers(strategy: str | LookupConfig | None) -> list[str]:
+    def answers(strategy: str | DraftConfig | None) -> list[str]:
         model.generation_config.spec_strategy = strategy
+        # The target itself, so that drafts are right.
+        folder = str(tmp_path / "model")
+        model.generation_config.assistant = folder if strategy == FIXED else None
         # Answers are stored by the model's name, and would be read there again.
         config = TransformersModelConfig(
-            model_name=str(tmp_path / "model"),
+            model_name=folder,
             batch_size=batch_size,
             cache_dir=str(tmp_path / type(strategy).__name__),
             device="cpu",
