@@ -35,6 +35,13 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
+def recorded(names: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Read the records that exist, by their labels."""
+    return {
+        label: load(name) for label, name in names.items() if (EXAMPLES / "studies" / name).exists()
+    }
+
+
 def adapter(name: str) -> dict[str, Any]:
     """Return the options of a shipped adapter."""
     file = EXAMPLES / "adapters" / name / "adapter_config.json"
@@ -257,13 +264,22 @@ def gsd() -> str:
 
 def gsd_merging() -> str:
     """Nodes, accepted tokens, and divergence by merge length."""
-    swept = {
-        row["merge_length"]: row
-        for row in load("gsd/smollm2_sweep_uncapped.json")["summary"]
-        if (row["min_probability"], row["children"]) == (0.1, 4)
-    }
-    diverged = load("gsd/smollm2_merge_divergence_uncapped.json")["summary"]
-    kl = {row["merge_length"]: row["mean_kl"] for row in diverged}
+    ours = "gsd/smollm2_sweep_uncapped.json", "gsd/smollm2_merge_divergence_uncapped.json"
+    rows = _merging("", *ours)
+    qwen = "gsd/qwen_sweep.json", "gsd/qwen_merge_divergence.json"
+    if len(recorded({name: name for name in qwen})) == len(qwen):
+        rows += _merging(", Qwen", *qwen)
+    head = ("merge length", "nodes", "saved, %", "tau", "merged, %")
+    divergence = ("KL, nats", "KL, relative", "paper, relative")
+    return table((*head, *divergence), rows, ".0f", ".0f", ".2f", ".1f", ".3f", ".3f", ".3f")
+
+
+def _merging(label: str, sweep: str, divergence: str) -> Rows:
+    """Return a row per merge length of one pair of models, with its strongest pruning."""
+    summary = [row for row in load(sweep)["summary"] if row["children"] == 4]
+    strongest = max(row["min_probability"] for row in summary)
+    swept = {r["merge_length"]: r for r in summary if r["min_probability"] == strongest}
+    kl = {row["merge_length"]: row["mean_kl"] for row in load(divergence)["summary"]}
     claimed = CLAIMS["gsd"]["divergence"]
     rows: Rows = []
     for length in (None, *range(len(claimed))):
@@ -273,24 +289,23 @@ def gsd_merging() -> str:
         merged = row and 100 * row["merged_accepted"]
         counts = (nodes, saved, row and row["tau"], merged)
         if length is None:
-            rows.append(("none", *counts, None, None, None))
+            rows.append((f"none{label}", *counts, None, None, None))
         else:
             relative = (kl[str(length)] / kl["0"], claimed[length] / claimed[0])
-            rows.append((length, *counts, kl[str(length)], *relative))
-    head = ("merge length", "nodes", "saved, %", "tau", "merged, %")
-    divergence = ("KL, nats", "KL, relative", "paper, relative")
-    return table((*head, *divergence), rows, ".0f", ".0f", ".2f", ".1f", ".3f", ".3f", ".3f")
+            rows.append((f"{length}{label}", *counts, kl[str(length)], *relative))
+    return rows
 
 
 def ems_sd() -> str:
     """Speed of each half, and of both, over everything padded."""
     records = {
         "ours, 128 new tokens": "ems_sd/smollm2_uncut.json",
+        "ours, Qwen 0.5B, 128 new tokens": "ems_sd/qwen_uncut.json",
         "ours, 16 new tokens": "ems_sd/smollm2_decoding.json",
     }
     ours = {
-        name: {row["batch_size"]: row for row in load(record)["summary"]}
-        for name, record in records.items()
+        name: {row["batch_size"]: row for row in record["summary"]}
+        for name, record in recorded(records).items()
     }
     rows: Rows = []
     for size, padded, inputs, keys, both in CLAIMS["ems_sd"]["halves"]:

@@ -67,6 +67,11 @@ def gone_on(out: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any
     return records
 
 
+def shown(name: str) -> str:
+    """Return a folder or Hub id for a record, which has no paths of a machine."""
+    return Path(name).name if Path(name).is_absolute() else name
+
+
 def write_record(options: Namespace, content: dict[str, Any]) -> None:
     """Write what was measured behind the facts of machine and clock, where a file is named."""
     if options.out:

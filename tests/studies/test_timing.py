@@ -42,3 +42,9 @@ def test_a_record_says_how_it_was_timed(
 def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:
     timing.write_record(argparse.Namespace(out=None), {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_records_have_no_paths_of_a_machine(tmp_path: Path) -> None:
+    assert timing.shown(str(tmp_path / "model")) == "model"
+    assert timing.shown("examples/adapters/x") == "examples/adapters/x"
+    assert timing.shown("org/model") == "org/model"

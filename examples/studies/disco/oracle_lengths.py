@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.disco.ablation import ranked_right
+from examples.studies.timing import shown
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
@@ -219,13 +220,14 @@ def main(argv: list[str] | None = None) -> None:
     """Command line; prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id of the target")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--assistant", required=True, help="folder or Hub id of the draft model")
     parser.add_argument("--classifier", required=True, help="folder of a DISCO adapter")
     parser.add_argument("--per-task", type=int, help="prompts of each task; default: all")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).eval()
     draft = resolve_draft_model("disco", options.assistant, model)
     adapter = load_adapter(options.classifier, "disco")
     classifier = DiscoClassifier.from_adapter(adapter)
@@ -240,9 +242,10 @@ def main(argv: list[str] | None = None) -> None:
     if options.out:
         facts = {
             "environment": environment(),
-            "model": options.model,
-            "draft": options.assistant,
-            "classifier": options.classifier,
+            "model": shown(options.model),
+            "dtype": options.dtype,
+            "draft": shown(options.assistant),
+            "classifier": shown(options.classifier),
             "new_tokens": options.new_tokens,
         }
         write_json(options.out, {**facts, **measured})

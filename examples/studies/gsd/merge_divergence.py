@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from examples.studies.models import load_model
+from examples.studies.timing import shown
 from hf_spec import GsdConfig
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
@@ -264,6 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     """Command line; prints the table and writes every pair as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id of the target")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     draft_from = parser.add_mutually_exclusive_group(required=True)
     draft_from.add_argument("--draft-layers", type=int, help="draft with so many of its layers")
     draft_from.add_argument("--assistant", help="folder or Hub id of a draft model")
@@ -275,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--thresholds", type=float, nargs=2, default=thresholds)
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    model, tokenizer = load_model(options.model)
+    model, tokenizer = load_model(options.model, options.dtype)
     draft = (
         truncated_draft(model, options.draft_layers)
         if options.assistant is None
@@ -297,8 +299,10 @@ def main(argv: list[str] | None = None) -> None:
     if options.out:
         facts = {
             "environment": environment(),
-            "model": options.model,
-            "draft": options.assistant or f"first {options.draft_layers} layers",
+            "model": shown(options.model),
+            "dtype": options.dtype,
+            "draft": (options.assistant and shown(options.assistant))
+            or f"first {options.draft_layers} layers",
             "prompts": len(prompts),
             "new_tokens": options.new_tokens,
             "config": config.to_dict(),

@@ -181,6 +181,7 @@ def main(argv: list[str] | None = None) -> None:
     """Command line; prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id of the target")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--assistant", required=True, help="folder or Hub id of a draft model")
     parser.add_argument("--per-task", type=int, help="prompts of each task; all by default")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -195,17 +196,18 @@ def main(argv: list[str] | None = None) -> None:
     thresholds = [(low, ratio) for low, ratio in options.thresholds or THRESHOLDS]
     varied = thresholds, lengths or MERGE_LENGTHS, options.max_nodes or MAX_NODES
     wanted = list(settings(*varied, options.max_draft_nodes, options.children))
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).eval()
     draft = resolve_draft_model("gsd", options.assistant, model)
     pair = Pair(model, draft, AutoTokenizer.from_pretrained(options.model))
     facts = {
         "environment": environment(),
-        "model": options.model,
-        "draft": options.assistant,
+        "model": timing.shown(options.model),
+        "dtype": options.dtype,
+        "draft": timing.shown(options.assistant),
         "per_task": options.per_task,
         "new_tokens": options.new_tokens,
     }
-    same = {name: facts[name] for name in ("model", "draft", "new_tokens")}
+    same = {name: facts[name] for name in ("model", "draft", "dtype", "new_tokens")}
     known = timing.gone_on(options.out, same)
     prompts = load_prompts(per_task=options.per_task)
     for records in sweep(pair, prompts, options.new_tokens, wanted, known):

@@ -14,11 +14,9 @@ run in `examples.studies.sdsat.sandbox`.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,37 +27,20 @@ from transformers import AutoTokenizer
 
 from examples.studies import timing
 from examples.studies.full_table import by_prompt
-from examples.studies.sdsat.sandbox import run_program
-from examples.studies.sdsat.task_quality import code_of
+from examples.studies.sdsat.task_quality import HUMAN_EVAL_PROMPT, passes, read
 from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench.contenders import Contender
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.lossless.mismatch import differences
 
-QUESTION = "Complete the following Python function.\n\n```python\n{prompt}```"
 # Beginning of an answer that copies the prompt.
 COPY = "```python\n{prompt}"
 WARM_UP_TOKENS = 16
 
 
-def read_problems(path: Path) -> list[dict[str, Any]]:
-    """Return the problems of a file of JSON lines, which may be compressed."""
-    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
-
-
-def passes(problem: dict[str, Any], answer: str) -> bool:
-    """Return True if the code of an answer passes the tests of its problem."""
-    # The prompt has imports and helpers, which the answer may leave out.
-    parts = [problem["prompt"] + "    pass", code_of(answer), problem["test"]]
-    check = f"check({problem['entry_point']})"
-    return run_program("\n\n".join([*parts, check])).passed
-
-
 def encode(tokenizer: Any, problem: dict[str, Any], after_copy: bool) -> Tensor:
     """Return the (1, L) ids of a problem in the chat template, maybe with the copied prompt."""
-    ids = Prompt("", "code", (QUESTION.format(**problem),)).encode(tokenizer)
+    ids = Prompt("", "code", (HUMAN_EVAL_PROMPT.format(**problem),)).encode(tokenizer)
     if not after_copy:
         return ids
     copied = tokenizer(
@@ -155,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--after-copy", action="store_true", help="begin after the copied prompt")
     parser.add_argument("--every", type=int, default=1, help="take every so manyth problem")
     options = parser.parse_args(argv)
-    problems = read_problems(options.problems)[:: options.every]
+    problems = read(options.problems)[:: options.every]
     settings = {
         "dtype": options.dtype,
         "new_tokens": options.new_tokens,

@@ -5,16 +5,18 @@ Perplexity on a model's own answers says that a model is another one, not that i
 2403.18647): word problems whose last number must be the right one (the format of GSM8K), and
 functions that must pass their tests (the format of MBPP, pass@1, greedy), which are run in a
 process of their own with limits (`sandbox.py`). The problems beside this file were written for it;
-files in the format of the published sets can be given instead. Run as
+files in the format of the published sets can be given instead, and HumanEval besides. The record is
+written after every problem, and the same command continues it. Run as
 `python -m examples.studies.sdsat.task_quality --help` says.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,11 @@ FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 # What is counted -> the kind of problem.
 SHARES = {"accuracy, math": "math", "pass@1, code": "code"}
+HUMAN_EVAL = "human_eval"
 
 MATH_PROMPT = "{question}\nThink step by step, and end with the number of the answer alone."
 CODE_PROMPT = "{text}\nAnswer with Python code alone. It must pass this test:\n{test}"
+HUMAN_EVAL_PROMPT = "Complete the following Python function.\n\n```python\n{prompt}```"
 
 
 def final_number(text: str) -> float | None:
@@ -54,9 +58,36 @@ def code_of(text: str) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The problems of a file of JSON lines."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines if line.strip()]
+    """Return the problems of a file of JSON lines, which may be compressed."""
+    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def question(kind: str, problem: Mapping[str, Any]) -> str:
+    """Return the prompt of a problem."""
+    if kind == "math":
+        return MATH_PROMPT.format(**problem)
+    if kind == HUMAN_EVAL:
+        return HUMAN_EVAL_PROMPT.format(**problem)
+    return CODE_PROMPT.format(text=problem["text"], test=problem["test_list"][0])
+
+
+def judged(kind: str, problem: dict[str, Any], said: str) -> dict[str, Any]:
+    """Return whether an answer is right, as "right", and details."""
+    if kind == "math":
+        return judged_math(problem, said)
+    if kind == HUMAN_EVAL:
+        return {"right": passes(problem, said)}
+    return judged_code(problem, said, Limits())
+
+
+def passes(problem: dict[str, Any], said: str) -> bool:
+    """Return True if the code of an answer passes the tests of a problem of HumanEval."""
+    # The prompt has imports and helpers, which the answer may leave out.
+    parts = [problem["prompt"] + "    pass", code_of(said), problem["test"]]
+    check = f"check({problem['entry_point']})"
+    return run_program("\n\n".join([*parts, check])).passed
 
 
 def judged_math(problem: dict[str, Any], said: str) -> dict[str, Any]:
@@ -83,31 +114,45 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, new_tokens: int)
 def judge(
     model: PreTrainedModel,
     tokenizer: Any,
-    math: Sequence[dict[str, Any]],
-    code: Sequence[dict[str, Any]],
+    problems: Mapping[str, Sequence[dict[str, Any]]],
     new_tokens: int,
+    known: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """A record per problem: its kind, whether the answer is right, and the answer itself."""
-    for number, problem in enumerate(tqdm(math, desc="math", disable=None)):
-        said = answer(model, tokenizer, MATH_PROMPT.format(**problem), new_tokens)
-        yield {"kind": "math", "number": number, **judged_math(problem, said), "said": said}
-    for number, problem in enumerate(tqdm(code, desc="code", disable=None)):
-        text = CODE_PROMPT.format(text=problem["text"], test=problem["test_list"][0])
-        said = answer(model, tokenizer, text, new_tokens)
-        found = judged_code(problem, said, Limits())
-        yield {"kind": "code", "number": number, **found, "said": said}
+    """Yield a record per problem: its kind, whether the answer is right, and the answer itself.
+
+    Args:
+        model: what answers.
+        tokenizer: its own.
+        problems: by kind.
+        new_tokens: most tokens of an answer.
+        known: number of problems that are left out, the first ones.
+    """
+    numbered = [(kind, n, one) for kind, found in problems.items() for n, one in enumerate(found)]
+    for kind, number, problem in tqdm(numbered[known:], desc="problems", disable=None):
+        said = answer(model, tokenizer, question(kind, problem), new_tokens)
+        yield {"kind": kind, "number": number, **judged(kind, problem, said), "said": said}
 
 
 def shares(records: Sequence[dict[str, Any]]) -> list[str]:
     """How many of the problems of each kind have right answers, in the order of `SHARES`."""
-    right = [[one["right"] for one in records if one["kind"] == kind] for kind in SHARES.values()]
-    return [f"{sum(of_kind)} of {len(of_kind)}" for of_kind in right]
+    return [_share(records, kind) for kind in SHARES.values()]
+
+
+def _share(records: Sequence[dict[str, Any]], kind: str) -> str:
+    right = [one["right"] for one in records if one["kind"] == kind]
+    return f"{sum(right)} of {len(right)}"
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown: per model the share of right answers of each kind."""
-    rows = [[name, *shares(records)] for name, records in results.items()]
-    return Table(["model", *SHARES], rows).markdown()
+    """Markdown: per model the share of right answers of each kind that was asked."""
+    asked = {one["kind"] for records in results.values() for one in records}
+    kinds = {**SHARES, "pass@1, HumanEval": HUMAN_EVAL}
+    kinds = {head: kind for head, kind in kinds.items() if kind in asked}
+    rows = [
+        [name, *(_share(records, kind) for kind in kinds.values())]
+        for name, records in results.items()
+    ]
+    return Table(["model", *kinds], rows).markdown()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -118,27 +163,39 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tuned", action="append", default=[], help="a fine-tuned model, likewise")
     parser.add_argument("--math", type=Path, default=PROBLEMS / "math.jsonl", help="as GSM8K's")
     parser.add_argument("--code", type=Path, default=PROBLEMS / "code.jsonl", help="as MBPP's")
+    parser.add_argument("--human-eval", type=Path, help="HumanEval.jsonl.gz")
     parser.add_argument("--num-problems", type=int, help="the first so many of each; all otherwise")
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--out", type=Path, help="JSON file; models that it knows are left out")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--out", type=Path, help="JSON file; answers that it knows are left out")
     options = parser.parse_args(argv)
-    math, code = (read(path)[: options.num_problems] for path in (options.math, options.code))
+    files = {"math": options.math, "code": options.code, HUMAN_EVAL: options.human_eval}
+    problems = {kind: read(path)[: options.num_problems] for kind, path in files.items() if path}
+    total = sum(map(len, problems.values()))
     record = {"environment": environment(), "new_tokens": options.new_tokens, "results": {}}
     if options.out and options.out.exists():
         record = json.loads(options.out.read_text())
         if record["new_tokens"] != options.new_tokens:
             raise SystemExit(f"{options.out} has answers of {record['new_tokens']} tokens")
     results = record["results"]
-    for name, model in models(options.model, options.adapter, options.tuned, results):
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-        results[name] = list(judge(model, tokenizer, math, code, options.new_tokens))
-        if options.out:
-            write_json(options.out, record)
+    done = [name for name, found in results.items() if len(found) >= total]
+    named = models(options.model, options.adapter, options.tuned, done, options.dtype)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    for name, model in named:
+        records = results.setdefault(name, [])
+        for one in judge(model, tokenizer, problems, options.new_tokens, len(records)):
+            records.append(one)
+            if options.out:
+                write_json(options.out, record)
     print(table(results))
 
 
 def models(
-    base: str, adapters: Sequence[str], tuned: Sequence[str], known: Container[str] = ()
+    base: str,
+    adapters: Sequence[str],
+    tuned: Sequence[str],
+    known: Sequence[str] = (),
+    dtype: str = "float32",
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """The base, and what each training made of it, by the last part of its name.
 
@@ -147,7 +204,7 @@ def models(
     """
 
     def load(name: str) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
 
     loaded = {name: load_adapter(name, METHOD) for name in adapters}
     for name, adapter in loaded.items():

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from examples.studies.real_models.human_eval import encode, main, passes, read_problems
+from examples.studies.real_models.human_eval import encode, main
+from examples.studies.sdsat.task_quality import passes, read
 
 PROBLEMS = [
     {
@@ -49,10 +50,10 @@ def test_programs(answer: str, right: bool) -> None:
 
 
 def test_files(problems: Path, tmp_path: Path) -> None:
-    assert read_problems(problems) == PROBLEMS
+    assert read(problems) == PROBLEMS
     plain = tmp_path / "problems.jsonl"
     plain.write_bytes(gzip.decompress(problems.read_bytes()))
-    assert read_problems(plain) == PROBLEMS
+    assert read(plain) == PROBLEMS
 
 
 def test_answers_may_begin_after_the_copy(folder: Path) -> None:

@@ -103,6 +103,25 @@ def test_adapters_that_change_no_answer_are_refused(folder: Path, tmp_path: Path
         list(models(str(folder), [str(tmp_path / "gated")], []))
 
 
+def test_an_interrupted_model_continues(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    out, human_eval = tmp_path / "quality.json", tmp_path / "human_eval.jsonl"
+    problem = {"prompt": "def f():\n", "test": "def check(f):\n    assert f()", "entry_point": "f"}
+    human_eval.write_text(json.dumps(problem) + "\n")
+    command = ["--model", str(folder), "--num-problems", "1", "--new-tokens", "3"]
+    command += ["--human-eval", str(human_eval), "--out", str(out)]
+    main(command)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("| 0 of 1 | 0 of 1 | 0 of 1 |")
+    record = json.loads(out.read_text())
+    (records,) = record["results"].values()
+    before = [*records]
+    records[0]["said"], records[1:] = "kept", []
+    out.write_text(json.dumps(record))
+    main(command)
+    (records,) = json.loads(out.read_text())["results"].values()
+    assert records[0]["said"] == "kept"
+    assert records[1:] == before[1:]
+
+
 def test_table() -> None:
     records = [{"kind": "math", "right": True}, {"kind": "code", "right": False}]
     assert table({"base": records}).splitlines()[2] == "| base | 1 of 1 | 0 of 1 |"
