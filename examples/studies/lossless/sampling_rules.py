@@ -1,4 +1,4 @@
-"""What the published sampling rules of GSD and SDSAT change: accepted tokens, speed, and quality.
+"""Compare the published sampling rules of GSD and SDSAT with exact ones: tokens, speed, quality.
 
 Both rules accept more draft tokens than exact verification and change the distribution of the
 output (Gong et al. 2024, arXiv 2407.16207, tables 2, 9, and 10; Liu et al. 2024, arXiv 2403.18647,
