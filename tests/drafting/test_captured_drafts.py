@@ -189,7 +189,8 @@ def test_rows_leave_a_draft_at_their_own_depths(
                 back_to_the_root(drafter, state)
             graphs = graphs_of(drafter)
             assert graphs is not None
-        return found, sum(bucket.program is not None for bucket in graphs._recorded)
+            programs = sum(bucket.program is not None for bucket in graphs._recorded)
+        return found, programs
 
     plain, _ = drafts(tiny_models.build("llama"), case.assistant(), lambda tensor: tensor)
     with Device(case, monkeypatch) as device:
