@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 # Value of `max_nodes`: the cost model chooses how many nodes are sent.
 AUTO = "auto"
+# Options that only some length policies read -> these policies.
+POLICIES_WITH = {
+    "confidence_threshold": ("confidence", HEAD),
+    "adapter": ("disco",),
+    "acceptance_threshold": ("disco",),
+}
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,7 @@ class PolicyConfig(StrategyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.usual:
+        for name in {"max_draft_tokens", *self.usual}:
             self.check(name, 1)
         if self.length_policy is not None:
             check_policy(self.length_policy)
@@ -181,10 +187,22 @@ class PolicyConfig(StrategyConfig):
         self.check("acceptance_threshold", 0, 1)
         if not isinstance(self.adapter, (str, type(None))):
             raise OptionError(f"adapter={self.adapter!r} must be a string: a folder or a Hub id")
-        if self.adapter is not None and self.length_policy != "disco":
+        self._check_used()
+
+    def _check_used(self) -> None:
+        """Raise `OptionError` for options that the policy or the longest draft rule out."""
+        for name, policies in POLICIES_WITH.items():
+            value = getattr(self, name)
+            if value != getattr(type(self), name) and self.length_policy not in policies:
+                raise OptionError(
+                    f"{name}={value!r} is not used by length_policy={self.length_policy!r}; leave "
+                    f"it out, or use length_policy={policies[0]!r}"
+                )
+        if self.max_draft_tokens is not None and self.min_draft_tokens > self.max_draft_tokens:
             raise OptionError(
-                f"adapter={self.adapter!r} is not used by length_policy={self.length_policy!r}; "
-                "leave it out, or use length_policy='disco'"
+                f"min_draft_tokens={self.min_draft_tokens} is larger than max_draft_tokens="
+                f"{self.max_draft_tokens}; lower it, or use length_policy='static' for drafts of "
+                "one length"
             )
 
     @property
@@ -199,6 +217,8 @@ class PolicyConfig(StrategyConfig):
         sizes: dict[str, Any] = dict(self.longest if policy == MEASURED else self.usual)
         if policy == "disco":
             sizes.pop("max_draft_tokens", None)
+        if "max_draft_tokens" in sizes:
+            sizes["max_draft_tokens"] = max(sizes["max_draft_tokens"], self.min_draft_tokens)
         if measures and self.selects_nodes_by_cost and "max_nodes" in sizes:
             sizes["max_nodes"] = self.longest["max_nodes"]
         unset = {name: n for name, n in sizes.items() if getattr(self, name) in (None, AUTO)}

@@ -107,7 +107,5 @@ class ModelCall:
     def _states(self, result: Any, layer: int) -> Tensor:
         if self._last is not None and layer == BEFORE_NORM:
             return self._last.take()
-        # An encoder-decoder returns those of its decoder under another name.
-        states = getattr(result, "decoder_hidden_states", None) or result.hidden_states
-        selected: Tensor = states[layer]
+        selected: Tensor = result.hidden_states[layer]
         return selected

@@ -104,6 +104,8 @@ class ModelRunner:
         self._mixers = RecurrentMixers(model, num_rows) if mixers_of(model) else None
         self._scales_queries = scales_queries(model)
         self._head = GreedyHead(model)
+        # Whether a model that drafts has checked the state of its layers since the last `keep`.
+        self._checked = False
 
     @property
     def device(self) -> torch.device:
@@ -254,6 +256,7 @@ class ModelRunner:
 
     def keep(self, paths: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Commit each row's accepted path; see `RowStorage.keep`."""
+        self._checked = False
         committed = self.rows.keep(paths)
         if self._mixers is not None:
             with use_packed_linears(self.rounded):
@@ -387,7 +390,10 @@ class ModelRunner:
 
     def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
         """Compute logits of the head's tokens and hidden states of all, from device tensors."""
-        self._layers.refresh()
+        # Of the many small passes of a draft, which need not be exact, the first one checks.
+        if not (self.rounded and self._checked):
+            self._layers.refresh()
+            self._checked = True
         tokens, positions, head_tokens, *frame_positions = tensors
         tokens = tokens[None]
         # A 4D mask of one element is passed through unchanged: no model builds a mask of its own.

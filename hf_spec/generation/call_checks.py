@@ -178,6 +178,13 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         check_reusable(cache)
 
 
+def num_sequences(arguments: Mapping[str, Any], settings: Settings) -> int:
+    """Return the number of sequences that a call generates; inputs without tensors count as one."""
+    inputs = (arguments.get(name) for name in ("inputs", "input_ids", "input_features"))
+    prompts = next((len(value) for value in inputs if isinstance(value, Tensor)), 1)
+    return prompts * (settings["num_return_sequences"] or 1)
+
+
 def check_streamer(streamer: object, num_rows: int = 1) -> None:
     """Check that a streamer has the methods of one, and for several rows that it separates them."""
     if streamer is None:

@@ -107,6 +107,11 @@ def build_drafter(
         )
     tokenizers = (arguments.get(name) for name in ("tokenizer", "assistant_tokenizer"))
     drafter = make_drafter(config, model, with_tokenizers(config, assistant, *tokenizers))
+    if drafter.hidden_layers and model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"spec_strategy={config.strategy!r} drafts from hidden states, which encoder-decoders "
+            f"such as {type(model).__name__} do not provide; use 'lookup', 'draft', or 'tree'"
+        )
     drafter.compile = config.compile
     if config.compile:
         warm_up(model)

@@ -50,9 +50,9 @@ def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa:
 
     Whatever a layer reads in Python is constant in a compiled layer: attributes, configs,
     functions, class attributes, globals of the modeling file. All of it is checked before every
-    forward pass, and layers are compiled again after a change. A layer that reads something whose
-    changes cannot be detected is not compiled. Functions inside PyTorch, NumPy and the standard
-    library are not checked.
+    forward pass of a target and before every draft, and layers are compiled again after a change.
+    A layer that reads something whose changes cannot be detected is not compiled. Functions inside
+    PyTorch, NumPy and the standard library are not checked.
 
     Args:
         model: a target or draft model on a CPU or a CUDA device, in evaluation mode.

@@ -23,7 +23,7 @@ from hf_spec.engine.decode.continuous_batching import ContinuousBatch, iterate_f
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.forward import tree_attention as attention
 from hf_spec.generation import peft_hook
-from hf_spec.generation.call_checks import check_arguments, check_streamer
+from hf_spec.generation.call_checks import check_arguments, check_streamer, num_sequences
 from hf_spec.generation.call_setup import (
     build_drafter,
     resolve_call,
@@ -256,7 +256,8 @@ def speculate(
     check_batching(model, config.batching)
     check_arguments(decoder_kwargs(model, arguments))
     streamer = arguments.get("streamer")
-    check_streamer(streamer)
+    # Before generate() passes the prompts to the streamer.
+    check_streamer(streamer, num_sequences(arguments, settings))
     drafter = build_drafter(config, model, assistant, arguments)
     watch(drafter)
     arguments = stop_strings_to_criteria(

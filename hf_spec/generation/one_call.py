@@ -60,20 +60,8 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     check_processors(logits_processor, num_rows)
     check_streamer(streamer, num_rows)
     check_ranks(model, input_ids, bool(generation_config.do_sample))
-    pad = getattr(generation_config, "_pad_token_tensor", None)
-    check_padding(pad, stop.pads)
-    as_dict = bool(generation_config.return_dict_in_generate)
-    state = GenerationState.create(
-        input_ids.long(),
-        attention_mask.to(input_ids.device),
-        stop,
-        processors=logits_processor,
-        do_sample=bool(generation_config.do_sample),
-        pad_token_id=0 if pad is None else int(pad),
-        streamer=streamer,
-        keep_scores=as_dict and bool(generation_config.output_scores),
-        keep_logits=as_dict and bool(generation_config.output_logits),
-        expected_length=stop.max_length or 0,
+    state = _new_state(
+        input_ids, attention_mask, stop, logits_processor, generation_config, streamer
     )
     target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens, batching)
     target.expected_length = state.expected_length
@@ -83,6 +71,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     prompt = Prompt(input_ids, attention_mask, model_kwargs, read)
     if cache is not None and (stored := prompt.stored) and not prefills:
         target.load(cache, [mask[:stored] for mask in state.prompt_mask])
+    as_dict = bool(generation_config.return_dict_in_generate)
     wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
     wants_cache &= not caches_latents(model)
     with compiling(drafter.compile), target.active(), drafter.active(state):
@@ -101,6 +90,32 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     if as_dict and model.config.is_encoder_decoder:
         return SpecEncoderDecoderOutput.of(output)
     return output if as_dict else output.sequences
+
+
+def _new_state(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    stop: StopRules,
+    processors: Sequence[Any],
+    config: GenerationConfig,
+    streamer: Any,
+) -> GenerationState:
+    """Return the state of a generation before its first round."""
+    pad = getattr(config, "_pad_token_tensor", None)
+    check_padding(pad, stop.pads)
+    as_dict = bool(config.return_dict_in_generate)
+    return GenerationState.create(
+        input_ids.long(),
+        attention_mask.to(input_ids.device),
+        stop,
+        processors=processors,
+        do_sample=bool(config.do_sample),
+        pad_token_id=0 if pad is None else int(pad),
+        streamer=streamer,
+        keep_scores=as_dict and bool(config.output_scores),
+        keep_logits=as_dict and bool(config.output_logits),
+        expected_length=stop.max_length or 0,
+    )
 
 
 def _export(target: ModelRunner, state: GenerationState, cache: Any) -> Cache:

@@ -67,8 +67,6 @@ class ProposalConfig(TreeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_draft_tokens", "max_nodes"):
-            self.check(name, 1)
         if self.tree is not None:
             object.__setattr__(self, "tree", RankTree.of(self.tree).paths)
 

@@ -51,8 +51,34 @@ class TestCheck:
 
     def test_the_limits_themselves_are_fine(self) -> None:
         LookupConfig(match_length=64, min_match_length=1)
-        DraftConfig(confidence_threshold=0)
-        DraftConfig(confidence_threshold=1)
+        DraftConfig(length_policy="confidence", confidence_threshold=0)
+        DraftConfig(length_policy="confidence", confidence_threshold=1)
+
+
+class TestContradictions:
+    @pytest.mark.parametrize("policy", [None, "static", "heuristic", "measured"])
+    @pytest.mark.parametrize(
+        ("name", "value", "reader"),
+        [
+            ("confidence_threshold", 0.7, "confidence"),
+            ("acceptance_threshold", 0.7, "disco"),
+            ("adapter", "folder", "disco"),
+        ],
+    )
+    def test_an_option_that_the_policy_does_not_read(
+        self, name: str, value: Any, reader: str, policy: str | None
+    ) -> None:
+        match = f"{name}={value!r} is not used by length_policy={policy!r}.*'{reader}'"
+        with pytest.raises(OptionError, match=match):
+            DraftConfig(length_policy=policy, **{name: value})
+        DraftConfig(length_policy=reader, **{name: value})
+
+    def test_a_shortest_draft_above_the_longest(self) -> None:
+        match = "min_draft_tokens=4 is larger than max_draft_tokens=3; lower it"
+        with pytest.raises(OptionError, match=match):
+            DraftConfig(min_draft_tokens=4, max_draft_tokens=3)
+        DraftConfig(min_draft_tokens=3, max_draft_tokens=3)
+        assert DraftConfig(min_draft_tokens=9).resolve(measures=False).max_draft_tokens == 9
 
 
 @pytest.mark.parametrize("name", known_strategies())

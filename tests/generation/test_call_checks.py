@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers as T
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache, TextStreamer
 
 from hf_spec import LookupConfig, OptionError
 from hf_spec.common.compat import CACHE_NAME, output_cache
 from tests.refusals import PROMPT, SMALL, refuse, small_llama
-from tests.tiny_models import VOCAB, build, ragged_batch
+from tests.tiny_models import VOCAB, build, ragged_batch, tokenizer
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 4}, "num_beams=4.* set num_beams=1"),
@@ -322,6 +322,14 @@ class TestStreamers:
                 pass
 
         refuse("Collect follows one sequence", streamer=Collect(), **ragged_batch())
+
+    @pytest.mark.parametrize(
+        "call", [ragged_batch(), {"num_return_sequences": 2, "do_sample": True}]
+    )
+    def test_the_prompts_of_several_sequences_are_not_streamed(self, call: dict[str, Any]) -> None:
+        """The text streamer of transformers raises an error there that names no alternative."""
+        streamer = TextStreamer(tokenizer())
+        refuse(r"TextStreamer follows one sequence.*BatchTextStreamer", streamer=streamer, **call)
 
     def test_without_its_methods(self) -> None:
         refuse(r"has no put\(\) and end\(\)", error=OptionError, streamer="stdout")

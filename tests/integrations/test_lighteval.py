@@ -17,13 +17,15 @@ from lighteval.models.transformers.transformers_model import (
 )
 from lighteval.tasks.requests import Doc, SamplingMethod
 
-from hf_spec import SpecStats, collect_stats
+from hf_spec import DraftConfig, SpecStats, collect_stats
 from tests.cli.answer.conftest import make_tokenizer
 from tests.tiny_models import build
 
 pytestmark = pytest.mark.integration
 
 TEXTS = ("ab ab ab ab", "a b c d e f a b c", "xyz")
+# Sent in every round, whatever they cost.
+FIXED = DraftConfig(max_draft_tokens=4)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -32,13 +34,16 @@ def test_answers_are_those_of_plain_decoding(batch_size: int, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "model")
     make_tokenizer(None).save_pretrained(tmp_path / "model")
 
-    def answers(strategy: str | None) -> list[str]:
+    def answers(strategy: str | DraftConfig | None) -> list[str]:
         model.generation_config.spec_strategy = strategy
+        # The target itself, so that drafts are right.
+        folder = str(tmp_path / "model")
+        model.generation_config.assistant = folder if strategy == FIXED else None
         # Answers are stored by the model's name, and would be read there again.
         config = TransformersModelConfig(
-            model_name=str(tmp_path / "model"),
+            model_name=folder,
             batch_size=batch_size,
-            cache_dir=str(tmp_path / str(strategy)),
+            cache_dir=str(tmp_path / type(strategy).__name__),
             device="cpu",
             max_length=200,
             generation_parameters={"temperature": 0},
@@ -66,6 +71,10 @@ def test_answers_are_those_of_plain_decoding(batch_size: int, tmp_path: Path) ->
     with collect_stats() as stats:
         plain = answers(None)
         assert not stats
-        assert answers("lookup") == answers("auto") == plain
-    assert len(set(plain)) > 1
-    assert sum(stats, SpecStats([])).drafted_tokens > 0
+        assert answers(FIXED) == plain
+        drafted = sum(stats, SpecStats([]))
+        assert answers("auto") == plain
+    assert len(set(plain)) == len(TEXTS)
+    # Most tokens of the answers were drafted.
+    assert drafted.accepted_tokens > drafted.target_forwards
+    assert len(stats) > len(drafted.rows) / batch_size

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as T
 
 from hf_spec.adapters.published import known_head, write_published
 from hf_spec.methods.eagle.head import build
@@ -18,7 +16,7 @@ from hf_spec.methods.exporting import export_head
 from hf_spec.training.features import stored_texts
 from hf_spec.training.responses import Response
 from tests import published_heads as heads
-from tests.tiny_models import LLAMA_LIKE
+from tests.speculators_target import saved_target
 from tests.tiny_models import build as tiny
 
 pytest.importorskip(
@@ -35,12 +33,7 @@ pytestmark = pytest.mark.integration
 def test_a_head_says_the_same_there(
     vocabulary: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Its config names the target, which they load, by the name of the folder.
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    target: Any = T.LlamaForCausalLM(T.LlamaConfig(**{**LLAMA_LIKE, "num_hidden_layers": 8}))
-    target.save_pretrained(tmp_path / "target")
-    target = T.AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
+    target = saved_target(tmp_path, monkeypatch)
     responses = [
         Response(f"r{n}", "t", [5, 6], [7 + (n * m) % 80 for m in range(9)]) for n in range(9)
     ]
@@ -64,10 +57,7 @@ def test_an_exported_head_says_the_same_there(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Published in other layouts, and with the norms of later versions."""
-    monkeypatch.chdir(tmp_path)
-    target: Any = copy.deepcopy(tiny("llama"))
-    target.save_pretrained(tmp_path / "target")
-    target = T.AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
+    target = saved_target(tmp_path, monkeypatch, tiny("llama"))
     source = heads.sample("eagle3").folder if kind == "EAGLE-3.1" else heads.sample(kind).folder
     if kind == "EAGLE-3.1":
         norms = {f"fc_norm.{i}.weight": (heads.WIDTH,) for i in range(3)}

@@ -121,10 +121,12 @@ def test_chains(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", HAVE_POLICIES)
 def test_every_length_policy(strategy: str) -> None:
     for policy in POLICIES:
-        adapter = disco_adapter("llama") if policy == "disco" else None
-        config = config_class(strategy)(
-            length_policy=policy, adapter=adapter, max_draft_tokens=3, confidence_threshold=0.15
-        )
+        options: dict[str, Any] = {"length_policy": policy, "max_draft_tokens": 3}
+        if policy == "disco":
+            options["adapter"] = disco_adapter("llama")
+        if policy == "confidence":
+            options["confidence_threshold"] = 0.15
+        config = config_class(strategy)(**options)
         assert generate(strategy, spec_strategy=config).spec_stats.drafted_tokens > 0
 
 

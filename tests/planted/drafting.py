@@ -191,6 +191,22 @@ MUTANTS = (
         tests=("tests/drafting/cost_model/test_exploration.py",),
     ),
     Mutant(
+        "the first node of a tile raises the cost of a step without a draft",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/cost_curves.py",
+        old="KNOTS[min(bisect_left(KNOTS, size), len(KNOTS) - 1)]",
+        new="KNOTS[max(bisect_left(KNOTS, size) - (size not in KNOTS), 0)]",
+        tests=("tests/drafting/cost_model/test_cost_curves.py",),
+    ),
+    Mutant(
+        "the time of drafts on the host does not count",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/selection.py",
+        old="time + host_seconds for time in seconds[1:]",
+        new="time for time in seconds[1:]",
+        tests=("tests/drafting/cost_model/test_selection.py",),
+    ),
+    Mutant(
         "a single slow timing is believed",
         area="cost model",
         file="hf_spec/drafting/cost_model/cost_curves.py",

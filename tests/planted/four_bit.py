@@ -269,6 +269,14 @@ MUTANTS = (
         tests=("tests/engine/fast/test_layer_state.py::test_changes_of_8_bit_layers_are_seen",),
     ),
     Mutant(
+        "replaced scales of 4-bit layers are not noticed by compiled layers",
+        area="compiled layers",
+        file="hf_spec/engine/fast/layer_state.py",
+        old='FOUR_BIT_STATE = ("absmax", ',
+        new="FOUR_BIT_STATE = (",
+        tests=("tests/engine/fast/test_layer_state.py::test_changes_of_4_bit_layers_are_seen",),
+    ),
+    Mutant(
         "subnormal float16 states of 8-bit layers keep their digits",
         area="C++ kernels",
         file="kernels/hf_spec_kernels/eight_bit_linear/kernel.cpp",

@@ -238,10 +238,20 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "the state of a draft model's layers is checked in the first round alone",
+        area="compiled layers",
+        file="hf_spec/engine/runner.py",
+        old="        self._checked = False\n        committed",
+        new="        committed",
+        tests=(
+            "tests/engine/fast/test_compiled_layers.py::test_a_draft_model_checks_its_layers_once_in_a_round",
+        ),
+    ),
+    Mutant(
         "replaced weights are not noticed",
         area="compiled layers",
         file="hf_spec/engine/fast/layer_state.py",
-        old="if [*map(Tensor.data_ptr, self._tensors)] != self._addresses:",
+        old="if addresses != self._addresses:",
         new="if len(self._tensors) != len(self._addresses):",
         tests=(
             "tests/engine/fast/test_layer_state.py::test_a_change_is_seen",

@@ -29,7 +29,7 @@ from hf_spec.evaluation.lossless.distribution import chi_square
 from hf_spec.generation import hook
 from hf_spec.generation.one_call import generate_with
 from hf_spec.methods.feature_pairs.runner import check_packed
-from tests import tiny_models
+from tests import feature_reference, tiny_models
 from tests.biased_rules import NoResidual
 from tests.model_watch import count_forwards, snapshot
 from tests.partly_right import PartlyRight
@@ -467,6 +467,16 @@ class TestRefusals:
     def test_a_falcon_head(self) -> None:
         with pytest.raises(hf_spec.UnsupportedError, match="takes no attention function"):
             check_packed(build())
+
+    @pytest.mark.parametrize("strategy", ["heads", "auto"])
+    def test_a_head_on_hidden_states(self, strategy: str) -> None:
+        refuse(
+            f"spec_strategy='{strategy}' drafts from hidden states.*use 'lookup'",
+            model=build(),
+            input_features=sound(1),
+            spec_strategy=strategy,
+            assistant=feature_reference.medusa(),
+        )
 
     def test_prompts_one_after_the_other(self) -> None:
         with pytest.raises(hf_spec.UnsupportedError, match=r"generate_batch\(\) takes token ids"):

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.lossless.identity import compare
+from examples.studies.models import load_model
 from hf_spec.cli.options import ENTRY
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
@@ -38,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", choices=["uncompiled", "compiled", "both"], default="both")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model, tokenizer = load_model(options.model, torch.bfloat16)
     prompts = load_prompts(per_task=options.per_task)
     record: dict[str, Any] = {
         "command": ["examples.studies.bfloat16_invariance.identity", *(argv or sys.argv[1:])],

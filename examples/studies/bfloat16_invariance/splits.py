@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
+from examples.studies.models import load_model
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
 from hf_spec.engine.forward.draft_tree import DraftTree
@@ -165,8 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
     dtype = getattr(torch, options.dtype)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model, tokenizer = load_model(options.model, dtype)
     ids = [i for p in load_prompts(per_task=2) for i in p.encode(tokenizer)[0].tolist()]
     size = options.tokens
     texts = [ids[row * size : (row + 1) * size] for row in range(options.rows)]

@@ -21,8 +21,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.studies.models import load_model
 from hf_spec import BlockConfig, EagleConfig, FalconConfig
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
@@ -143,8 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--out", type=Path, required=True, help="JSON file, to which heads add")
     options = parser.parse_args(argv)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model, tokenizer = load_model(options.model)
     prompts = [p.encode(tokenizer)[0] for p in load_prompts(per_task=options.per_task)]
     record: dict[str, Any] = {"heads": {}}
     if options.out.exists():

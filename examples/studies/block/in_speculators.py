@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from speculators.models.dflash import DFlashDraftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.studies.models import load_model
 from hf_spec.adapters.published import known_head
 from hf_spec.common.prompts import load_prompts
 from hf_spec.methods.block.anchored import anchored_blocks, use_plain_attention
@@ -60,8 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="folder")
     parser.add_argument("--head", type=Path, required=True, help="folder")
     options = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model, tokenizer = load_model(options.model)
     tokens = load_prompts()[0].encode(tokenizer)[:, :96]
     folder = options.head.absolute()
     entries = known_head(folder).config["speculators_config"]["verifier"]

@@ -21,11 +21,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
+from examples.studies.models import load_model
 from hf_spec import GsdConfig
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
@@ -275,8 +275,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--thresholds", type=float, nargs=2, default=thresholds)
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model, tokenizer = load_model(options.model)
     draft = (
         truncated_draft(model, options.draft_layers)
         if options.assistant is None

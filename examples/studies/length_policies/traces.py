@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from examples.studies.models import load_model
 from hf_spec import TreeConfig
 from hf_spec.common.files import atomic_write
 from hf_spec.common.prompts import load_prompts
@@ -94,8 +95,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="gzipped JSON")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model, tokenizer = load_model(options.model, dtype)
     assistants: dict[str, Any] = dict(entry.split("=", 1) for entry in options.assistant)
     for name, source in assistants.items():
         if source.startswith(PREFIX):

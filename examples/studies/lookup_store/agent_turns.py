@@ -19,9 +19,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
+from examples.studies.models import load_model
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.contenders import Contender, plain, strategy
@@ -147,8 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model, tokenizer = load_model(options.model)
     asked = requests(load_prompts(per_task=options.per_task), options.times)
     records = [
         {"repetition": repetition, **record}

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
+from examples.studies.models import load_model
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
@@ -105,8 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model, tokenizer = load_model(options.model)
     prompts = load_prompts(options.prompts)
     # Spread over the tasks of the file.
     prompts = prompts[:: max(1, len(prompts) // options.num_prompts)][: options.num_prompts]

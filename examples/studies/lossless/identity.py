@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.studies.models import load_model
 from hf_spec import DraftConfig, GsdConfig, LookupConfig, TreeConfig
 from hf_spec.cli.options import ENTRY
 from hf_spec.common.machine import environment
@@ -76,8 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--draft-layers", type=int, default=4, help="layers of that draft model")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model, tokenizer = load_model(options.model)
     if options.strategy:
         contenders = [strategy(model, config, given, n) for n, config, given in options.strategy]
     else:

@@ -1,11 +1,12 @@
-"""Speed by the number of streams: from which load on drafts bring nothing.
+"""Speed by the number of streams: from which load on drafts do not pay.
 
     python -m examples.studies.serving.load_curve --model MODEL --strategy lookup --strategy auto \
         --prompt-tokens 128 --new-tokens 32 --out load_curve.json
 
-At a load of N, `generate_batch` keeps N sequences going until all prompts are answered; there are
-at least N + 8 prompts, so places are refilled. `none` and the strategies take turns, after a first
-turn that is not counted.
+At a load of N, `generate_batch` runs N sequences of equal length. Whole rounds are counted from
+the first tokens of all of them to the end of the first one, so that neither prompts nor free places
+matter. `none` and the strategies take turns, after a first turn that is not counted. A command that
+was stopped goes on with the first load that `--out` has not.
 """
 
 from __future__ import annotations
@@ -13,44 +14,82 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import cycle, islice
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from examples.studies import timing
+from hf_spec import BatchStreamer
 from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.entries import Entry, parse_entries
 from hf_spec.evaluation.bench.tables import Table
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
-# Prompts at low loads, and beyond the streams at high ones.
-FEWEST, MORE = 8, 8
+# Sequences at low loads, in turn.
+FEWEST = 8
 
 
-def answer_all(
+class EndOfWindowError(Exception):
+    """Ends a run while its other sequences are going."""
+
+
+class Window(BatchStreamer):
+    """Collects answers, and notes time and tokens at the rounds in which all streams take part."""
+
+    def __init__(self, streams: int):
+        super().__init__(self.take, self.end)
+        self.streams = streams
+        self.answers: dict[int, list[int]] = defaultdict(list)
+        self.rounds: list[tuple[float, int]] = []
+
+    def take(self, index: int, tokens: list[int]) -> None:
+        """Store tokens; those of the first sequence are the first ones of a round."""
+        if index == 0 and len(self.answers) == self.streams:
+            self.rounds.append((time.perf_counter(), sum(map(len, self.answers.values()))))
+        self.answers[index] += tokens
+
+    def end(self, index: int) -> None:
+        """Stop at the first end."""
+        raise EndOfWindowError
+
+
+def answer(
     model: Any, entry: Entry, prompts: Sequence[list[int]], load: int, new_tokens: int
 ) -> dict[str, Any]:
-    """Answer all prompts with `load` streams; return time, tokens, and the answers."""
-    start = time.perf_counter()
-    found = model.generate_batch(
-        [list(prompt) for prompt in prompts],
-        spec_strategy=entry.config,
-        assistant=entry.assistant,
-        max_batch=load,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-    )
-    seconds = time.perf_counter() - start
-    outputs = [output.generated_tokens for output in found.values()]
+    """Answer prompts with `load` streams; return time and tokens of the windows, and answers."""
+    seconds, count, answers = 0.0, 0, []
+    for start in range(0, max(load, FEWEST), load):
+        window = Window(load)
+        with suppress(EndOfWindowError):
+            model.generate_batch(
+                list(islice(cycle(prompts), start, start + load)),
+                spec_strategy=entry.config,
+                assistant=entry.assistant,
+                max_batch=load,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                streamer=window,
+            )
+        (began, before), (ended, after) = window.rounds[0], window.rounds[-1]
+        seconds, count = seconds + ended - began, count + after - before
+        answers += [window.answers[index] for index in range(load)]
     return {
         "strategy": entry.short_name,
         "load": load,
         "seconds": round(seconds, 4),
-        "new_tokens": sum(map(len, outputs)),
-        "outputs": outputs,
+        "new_tokens": count,
+        "answers": answers,
     }
+
+
+def agree(answers: Sequence[list[int]], others: Sequence[list[int]]) -> bool:
+    """Return True if the answers are equal as far as both go."""
+    pairs = zip(answers, others, strict=True)
+    return all(a == b for pair in pairs for a, b in zip(*pair, strict=False))
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -60,11 +99,11 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     for load in dict.fromkeys(record["load"] for record in records):
         mine = [record for record in records if record["load"] == load]
         rounds = {n: [r for r in mine if r["strategy"] == n] for n in names}
-        speeds = [r["new_tokens"] / r["seconds"] for r in rounds["none"]]
-        row = [str(load), f"{statistics.median(speeds):.1f}"]
+        speeds = {n: [r["new_tokens"] / r["seconds"] for r in rounds[n]] for n in names}
+        row = [str(load), f"{statistics.median(speeds['none']):.1f}"]
         for name in names[1:]:
-            pairs = zip(rounds["none"], rounds[name], strict=True)
-            ratios = [none["seconds"] / other["seconds"] for none, other in pairs]
+            pairs = zip(speeds["none"], speeds[name], strict=True)
+            ratios = [other / none for none, other in pairs]
             row.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})")
         rows.append(row)
     heads = ["streams", "`none`, tokens/s", *(f"`{name}` over `none`" for name in names[1:])]
@@ -85,32 +124,37 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(argv)
     model, _ = timing.begin(options)
+    # All answers have the same length.
+    model.generation_config.eos_token_id = None
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     known = [prompt.encode(tokenizer)[0].tolist() for prompt in load_prompts()]
     longest = options.prompt_tokens or max(map(len, known))
     known = [prompt for prompt in known if len(prompt) <= longest]
     entries = parse_entries(["none", *options.strategy], options.assistant)
     settings = {"prompt_tokens": longest, "prompts": len(known), "new_tokens": options.new_tokens}
-    records: list[dict[str, Any]] = []
+    settings["strategies"] = [entry.short_name for entry in entries]
+    records = timing.gone_on(options.out, settings)
+    measured = {record["load"] for record in records}
     for load in options.load or LOADS:
-        prompts = list(islice(cycle(known), max(FEWEST, load + MORE)))
-        answers = None
+        if load in measured:
+            continue
+        plain: list[list[int]] = []
         for repeat in range(options.repeats + 1):
             turn = repeat % len(entries)
             runs = [
-                answer_all(model, entry, prompts, load, options.new_tokens)
+                answer(model, entry, known, load, options.new_tokens)
                 for entry in [*entries[turn:], *entries[:turn]]
             ]
             for run in runs:
-                outputs = run.pop("outputs")
-                answers = answers or outputs
-                run["equal"] = outputs == answers
+                answers = run.pop("answers")
+                plain = plain or answers
+                run["equal"] = agree(answers, plain)
             # The first turn packs weights and measures costs.
             records += sorted(runs, key=lambda run: run["strategy"] != "none") if repeat else []
         timing.write_record(options, {**settings, "records": records})
         print(table(records), flush=True)
     different = sum(not record["equal"] for record in records)
-    print(f"{different} of {len(records)} runs have other outputs than `none`")
+    print(f"{different} of {len(records)} runs have other answers than `none`")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def generate(  # noqa: PLR0913 - one parameter per option
     from hf_spec.cli.answer.legend import legend
     from hf_spec.cli.answer.responder import Responder
 
+    load = partial(Responder.load, model, placement, settings, assistant)
     if prompts is not None or out is not None:
         if prompts is None or out is None or prompt is not None or prompt_file is not None:
             raise typer.BadParameter("--prompts needs --out and no other prompt")
@@ -80,13 +81,12 @@ def generate(  # noqa: PLR0913 - one parameter per option
             )
         from hf_spec.cli.answer.many import answer_all
 
-        load = partial(Responder.load, model, placement, settings, assistant)
         answer_all(load, prompts, out, batch_size or BATCH_SIZE, chat_template)
         return
     if batch_size is not None:
         raise typer.BadParameter("--batch-size needs --prompts and --out")
     text = _prompt(prompt, prompt_file)
-    responder = Responder.load(model, placement, settings, assistant)
+    responder = load()
     ids = responder.encode_text(text, chat_template)
     console = Console(highlight=False)
     streams = console.is_terminal and not as_json

@@ -7,7 +7,7 @@ one, an expected cost in units of one forward pass is used.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,8 +39,10 @@ MAX_FORWARD_COST = 0.5
 READ_COST = 0.05
 # Drafts after more new tokens than this measure the cost of reading, others that of drafting.
 MAX_UNREAD = 8
-# Sizes at which timings are stored. Other sizes are recorded at the nearest one.
-KNOTS = (1, 2, 3, 4, 6, *(base * 2**power for power in range(1, 18) for base in (4, 5, 6, 7)))
+# Sizes at which timings are stored. Others are recorded at the next larger one: matrix products run
+# in tiles, so the first node of a tile costs the most, and must not raise the cost of a step
+# without a draft.
+KNOTS = (1, 2, 3, *(base * 2**power for power in range(18) for base in (4, 5, 6, 7)))
 # The cost of a size is the median of its last timings, the lower one of an even number: single
 # rounds take several times as long, because of other processes or a compilation.
 NUM_TIMINGS = 15
@@ -154,10 +156,8 @@ class LearnedCurve:
         return max(GROWTH * known[-1], known[-1] + MORE_NODES) if known else math.inf
 
     def learn(self, size: float, seconds: float, expected: float = math.inf) -> None:
-        """Record one timing at the knot nearest to `size`; `expected` is for the first of all."""
-        above = bisect_right(KNOTS, size)
-        neighbors = KNOTS[max(above - 1, 0) : above + 1]
-        knot = min(neighbors, key=lambda knot: abs(math.log(knot / size)))
+        """Record one timing at the knot from `size` on; `expected` is for the first of all."""
+        knot = KNOTS[min(bisect_left(KNOTS, size), len(KNOTS) - 1)]
         # The known costs define the step from one size to another.
         known = self if self.has_timings and self(size) > 0 else self._expected
         scale = known(knot) / known(size)

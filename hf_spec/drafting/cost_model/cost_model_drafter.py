@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median_low
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
@@ -22,7 +23,7 @@ from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, DraftSource, MergedTree
-from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes, cached_times
+from hf_spec.drafting.cost_model.cost_curves import NUM_TIMINGS, Costs, RoundTimes, cached_times
 from hf_spec.drafting.cost_model.exploration import Backoff
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
 from hf_spec.drafting.cost_model.selection import (
@@ -134,6 +135,8 @@ class CostModelDrafter(Drafter):
             source.start(state.num_rows, memory)
         self._plain_steps = self._rounds = 0
         self._backoff, self._round_start, self._round_seconds = Backoff(), -math.inf, 0.0
+        self._free_seconds: float | None = None
+        self._host_seconds: deque[float] = deque(maxlen=NUM_TIMINGS)
         self._timer = RoundTimer(clock_of(state.device), self._costs, self._times)
 
     def restart(self, row: int) -> None:
@@ -164,9 +167,10 @@ class CostModelDrafter(Drafter):
             for row, limit in limits.items()
         }
         trees = {row: MergedTree(state.tokens[row][-1]) for row in max_depths}
-        free_seconds = self._draft_free(state, max_depths, trees)
+        free_seconds = self._free_seconds = self._draft_free(state, max_depths, trees)
+        host = median_low(self._host_seconds) if self._host_seconds else 0.0
         largest = math.inf if self._times is None else self._times.verify.largest_trial
-        base, _ = choose_nodes(costs, trees, self.max_nodes, max_size=largest)
+        base, _ = choose_nodes(costs, trees, self.max_nodes, 0.0, largest, host)
         reading = {s.name: self._reading_seconds(s, state, max_depths) for s in self.assistants}
         horizon = Horizon(sum(limits.values()), reading)
         plan = choose_sources(base, trees, self.assistants, max_depths, horizon)
@@ -192,7 +196,7 @@ class CostModelDrafter(Drafter):
         if whole is None:
             # A draft that took longer than expected is no reason to send fewer of its nodes.
             spent = plan.draft_seconds or self._timer.draft_seconds()
-            best, nodes = choose_nodes(costs, trees, self.max_nodes, spent, largest)
+            best, nodes = choose_nodes(costs, trees, self.max_nodes, spent, largest, host)
             drafts = {row: tree.subtree(nodes[row]) for row, tree in trees.items()}
             whole, size = DraftTree.from_drafts(drafts, state.num_rows), best.nodes
         else:
@@ -207,7 +211,13 @@ class CostModelDrafter(Drafter):
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Record the round's time, and update every drafter."""
         self._timer.mark_verified()
-        for source in self._sources:
+        start = time.perf_counter()
+        for source in self.free:
+            source.observe(verdict, output)
+        # With configured costs, nothing depends on times of this machine.
+        if self._times is not None and self._free_seconds is not None:
+            self._host_seconds.append(self._free_seconds + time.perf_counter() - start)
+        for source in self.assistants:
             source.observe(verdict, output)
 
     def _draft_free(

@@ -96,11 +96,13 @@ def choose_nodes(
     max_nodes: int,
     draft_seconds: float = 0.0,
     max_size: float = math.inf,
+    host_seconds: float = 0.0,
 ) -> tuple[PlannedRound, dict[int, list[int]]]:
     """Return the fastest round over the drafts of all rows, and its nodes per row.
 
     At most `max_nodes` nodes of a row are sent, and at most `max_size` of all rows with their
-    roots.
+    roots. Only rounds with drafts cost `host_seconds`: they have been spent, but are saved by later
+    rounds if drafts do not pay.
     """
     ranked: list[tuple[float, int, int]] = []
     for row, tree in trees.items():
@@ -114,6 +116,7 @@ def choose_nodes(
         float(len(trees))
     ]
     seconds = [costs.verify(size) + draft_seconds for size in sizes]
+    seconds[1:] = [time + host_seconds for time in seconds[1:]]
     rates = list(map(_rate, totals[: len(seconds)], seconds))
     count = max(range(len(rates)), key=rates.__getitem__)
     best = PlannedRound(costs, totals[count], sizes[count], draft_seconds)

@@ -3,8 +3,8 @@
 Tracing turns everything that Python reads into constants: attributes of modules and of objects in
 them, configs, functions, class attributes, globals of the modeling file. *Keys* of this state are
 equal for layers that compute the same with other weights. *Views* of it are compared by identity
-before every forward pass, which takes less than 1% of it. Functions of PyTorch, NumPy and the
-standard library are not followed.
+before every forward pass of a target, which takes 1.5 of 32 ms with 28 layers in 4 bits, and before
+every draft. Functions of PyTorch, NumPy and the standard library are not followed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
 from hf_spec.backend.cpu.eight_bit import is_dynamic
+from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.engine.forward.low_rank_change import changes_in
 
 # Compared by value. Lists and objects that hold them are followed.
@@ -51,6 +52,9 @@ STANDARD = {*vars(nn.Module()), "forward", "layer_idx"}
 TRANSFORMERS = "transformers"
 # Attributes of bitsandbytes' 8-bit layers that compiled layers read.
 EIGHT_BIT = ("state.CB", "state.SCB", "state.threshold", "state.has_fp16_weights")
+# The same of 4-bit layers, and of the quantization state of their weights, if it has them.
+FOUR_BIT = ("compute_dtype", "compute_type_is_set", "support_avx512bf16_for_cpu")
+FOUR_BIT_STATE = ("absmax", "quant_type", "packing_format_for_cpu")
 # More values than any layer of transformers reads; a layer that reads more is not compiled.
 MAX_VALUES = 20_000
 # Attributes that Python looks up in the class of a module in every call.
@@ -127,7 +131,10 @@ class LayerState:
         """Return True if the state has not changed since the layers were added."""
         if [*map(len, self._sized)] != self._sizes:
             return False
-        if [*map(Tensor.data_ptr, self._tensors)] != self._addresses:
+        # Subclasses, such as weights in 4 bits, take ten times as long otherwise.
+        with torch._C.DisableTorchFunctionSubclass():
+            addresses = [*map(Tensor.data_ptr, self._tensors)]
+        if addresses != self._addresses:
             return False
         try:
             # All containers have as many entries as before, so both sequences have equal length.
@@ -176,6 +183,10 @@ class LayerState:
             # bitsandbytes also stores what it found in its last call.
             names.remove("state")
             self.view(attrgetter("state", *EIGHT_BIT), module)
+        elif is_four_bit(module):
+            # Compiled layers run none of its Python code.
+            names = [name for name in FOUR_BIT if name in attributes]
+            self._watch_four_bit(module.weight)
         others = [name for name in ("training", "layer_idx", "forward") if name in attributes]
         self.watch_sized(attributes)
         self.watch([*names, *others], attributes)
@@ -183,6 +194,16 @@ class LayerState:
             (name, self.value(attributes[name], f"{type(module).__name__}.{name}"))
             for name in names
         )
+
+    def _watch_four_bit(self, weight: Any) -> None:
+        attributes = vars(weight)
+        self.watch_sized(attributes)
+        self.watch([name for name in ("quant_state",) if name in attributes], attributes)
+        if (quantization := attributes.get("quant_state")) is not None:
+            values = vars(quantization)
+            self.watch_sized(values)
+            self.watch([name for name in FOUR_BIT_STATE if name in values], values)
+            self._watch_addresses(quantization.absmax)
 
     def _content(self, value: Any, where: str) -> Hashable:
         if isinstance(value, Tensor):
@@ -196,8 +217,9 @@ class LayerState:
             parts = (self.value(part, f"{where}[{key!r}]") for key, part in value.items())
             return type(value).__name__, tuple(map(self._name, value)), tuple(parts)
         if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-            self.watch_sized(value)
-            self.view(iter, value)
+            if not isinstance(value, (tuple, frozenset)):
+                self.watch_sized(value)
+                self.view(iter, value)
             return type(value).__name__, tuple(self.value(part, where) for part in value)
         if isinstance(value, (type, *OPAQUE)) or type(value).__module__ == "typing":
             return Same(value)

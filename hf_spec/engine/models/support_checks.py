@@ -7,6 +7,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from hf_spec.backend.device.distributed_checks import check_sharding, tensor_parallel_size
+from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import cache_parameter, unknown_cache_parameter, version_message
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.forward.tree_attention import takes_packed
@@ -66,6 +67,10 @@ def check_model(model: object) -> None:
         raise UnsupportedError(
             f"{name} has no language-model head and cannot generate; load a model that has: "
             "AutoModelForCausalLM"
+        )
+    if execution_device(model).type == "meta":
+        raise UnsupportedError(
+            f"{name} is on the device 'meta', without weights; load them with from_pretrained()"
         )
     _check_attention(model, name)
     check_sharding(model)

@@ -106,8 +106,7 @@ class FalconConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_draft_tokens", "max_nodes"):
-            self.check(name, 1)
+        self.check("max_nodes", 1)
         object.__setattr__(self, "tree", checked_tree(self.tree, METHOD, ("auto", "chain")))
 
 

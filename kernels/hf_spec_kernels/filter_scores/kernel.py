@@ -81,21 +81,6 @@ def _threshold(
 
 
 @triton.jit
-def _total(scores_ptr, vocab_size, top, low, BLOCK_V: tl.constexpr):
-    """Return the sum of exp(score - top) above the threshold `low`, and the count just above it."""
-    sums = tl.zeros([BLOCK_V], tl.float32)
-    ties = tl.zeros([BLOCK_V], tl.int32)
-    for start in range(0, vocab_size, BLOCK_V):
-        index = start + tl.arange(0, BLOCK_V)
-        inside = index < vocab_size
-        scores = tl.load(scores_ptr + index, mask=inside, other=float("-inf"))
-        order = _ordered(scores)
-        sums += tl.where((order > low) & inside, tl.exp(scores - top), 0.0)
-        ties += ((order == low + 1) & inside).to(tl.int32)
-    return tl.sum(sums, axis=0), tl.sum(ties, axis=0)
-
-
-@triton.jit
 def filter_kernel(
     scores_ptr, filters_ptr, out_ptr, stride_scores, stride_filters, vocab_size,
     BLOCK_V: tl.constexpr,
@@ -133,10 +118,12 @@ def filter_kernel(
     if (top_k > 0.0) & (top_k < vocab_size) & (num_nans < top_k):
         low, _ = _threshold(out_ptr, vocab_size, top, low, vocab_size - top_k, True, BLOCK_V)
     if defined & (removed_share >= 0.0):
-        total, _ = _total(out_ptr, vocab_size, top, low, BLOCK_V)
+        # No score is above `top`.
+        total, _, _ = _masses(out_ptr, vocab_size, top, low, _ordered(top), 0, False, BLOCK_V)
         goal = removed_share * total
         low, before = _threshold(out_ptr, vocab_size, top, low, goal, False, BLOCK_V)
-        _, num_ties = _total(out_ptr, vocab_size, top, low, BLOCK_V)
+        below, up_to, _ = _masses(out_ptr, vocab_size, top, low, low - 1, 1, True, BLOCK_V)
+        num_ties = (up_to - below).to(tl.int32)
     met = tl.full([], 0, tl.int32)
     for start in range(0, vocab_size, BLOCK_V):
         index = start + tl.arange(0, BLOCK_V)

@@ -83,8 +83,11 @@ class TestLearnedCurve:
         assert curve((1, 2.0), (4, 3.0))(4) == 3.0
         assert curve((1, 2.0), (4, 7.0))(4) == 7.0
 
-    def test_sizes_between_count_for_the_nearest_in_proportion(self) -> None:
+    def test_sizes_between_count_for_the_next_larger_one_in_proportion(self) -> None:
         assert curve((9, 10.0))(8) == pytest.approx(9.0)
+        # The first node of a tile is expensive, and the step without it stays as cheap as it was.
+        for rows in (1, 4, 7, 8, 16, 64):
+            assert curve((rows, 1.0), *[(rows + 1, 3.0)] * 9)(rows) == 1.0
 
     def test_costs_follow_new_times(self) -> None:
         known = curve(*[(1, 1.0)] * 5, *[(1, 1.4)] * 60)

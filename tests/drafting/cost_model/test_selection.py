@@ -119,6 +119,12 @@ class TestNodes:
         sent = [len(choose_nodes(costs(0.1), proposed, 40, spent)[1][0]) for spent in (0.0, 5.0)]
         assert sent == [1, 3]
 
+    def test_what_a_draft_takes_on_the_host_is_saved_without_one(self) -> None:
+        proposed = {0: tree((0, 0.4), (1, 0.3))}
+        for host, expected in ((0.0, [1, 2]), (0.3, [1, 2]), (0.7, [])):
+            _, chosen = choose_nodes(costs(0.1), proposed, 40, host_seconds=host)
+            assert chosen[0] == expected
+
 
 class TestHorizon:
     def test_a_drafter_that_must_read_first_runs_if_the_rest_saves_that_time(self) -> None:

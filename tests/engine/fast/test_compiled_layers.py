@@ -22,6 +22,7 @@ from hf_spec.backend.device.capture import NoWaits
 from hf_spec.engine.fast import layer_tracing as layer_programs
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, compiling
 from hf_spec.engine.fast.layer_call import BoundLayer
+from hf_spec.engine.fast.layer_state import LayerState
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.low_rank_change import changes_in
 from hf_spec.engine.runner import ModelRunner
@@ -105,6 +106,30 @@ def test_a_draft_model_is_compiled_likewise(runs: list[Any]) -> None:
     assert torch.equal(generate(target, "llama", **options), generate(target, "llama"))
     assert set(runs) == {layer.self_attn for layer in draft.model.layers}
     assert not forwards(draft)
+
+
+def test_a_draft_model_checks_its_layers_once_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[Any] = []
+    holds = LayerState.holds
+
+    def note(self: LayerState) -> bool:
+        checks.append(self)
+        return holds(self)
+
+    monkeypatch.setattr(LayerState, "holds", note)
+    target, options = model("llama"), tiny_models.speculation("llama", "draft")
+    draft = copy.deepcopy(options.pop("assistant"))
+    hf_spec.compile(target)
+    hf_spec.compile(draft)
+    checks.clear()
+    options["spec_strategy"] = hf_spec.DraftConfig(max_draft_tokens=4, length_policy="static")
+    found: Any = generate(target, "llama", assistant=draft, return_dict_in_generate=True, **options)
+    stats = found.spec_stats
+    by_state = [checks.count(state) for state in set(checks)]
+    # The state is read, not checked, in the first pass of each model.
+    assert len(by_state) == 2
+    assert max(by_state) == stats.target_forwards - 1
+    assert stats.draft_forwards > 2 * stats.target_forwards
 
 
 @pytest.mark.parametrize(("name", "programs"), [("llama", 1), ("gemma3", 2)])

@@ -262,6 +262,45 @@ def test_changes_of_8_bit_layers_are_seen(name: str) -> None:
     assert not state.holds()
 
 
+@pytest.mark.parametrize(
+    "changed", ["codes", "scales", "scales in place", "table", "state", "dtype"]
+)
+def test_changes_of_4_bit_layers_are_seen(changed: str) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    linear = bnb.nn.Linear4bit(64, 64, quant_type="nf4").to("cpu").eval()
+    state = LayerState()
+    state.add(nn.Sequential(linear))
+    state.seal()
+    assert state.holds()
+    quantization = linear.weight.quant_state
+    if changed == "codes":
+        linear.weight.data = linear.weight.data.clone()
+    elif changed == "scales":
+        quantization.absmax = quantization.absmax.view_as(quantization.absmax)
+    elif changed == "scales in place":
+        quantization.absmax.data = quantization.absmax.clone()
+    elif changed == "table":
+        quantization.quant_type = "fp4"
+    elif changed == "state":
+        linear.weight.quant_state = copy.copy(quantization)
+    else:
+        linear.compute_dtype = torch.float32
+    assert not state.holds()
+
+
+def test_a_4_bit_layer_without_a_quantization_state() -> None:
+    """bitsandbytes restores it in the next call."""
+    bnb = pytest.importorskip("bitsandbytes")
+    linear = bnb.nn.Linear4bit(64, 64).to("cpu").eval()
+    lost, linear.weight.quant_state = linear.weight.quant_state, None
+    state = LayerState()
+    state.add(nn.Sequential(linear))
+    state.seal()
+    assert state.holds()
+    linear.weight.quant_state = lost
+    assert not state.holds()
+
+
 def test_layers_of_a_kind_differ_in_weights_and_index_alone() -> None:
     first, second, third = copy.deepcopy(tiny_models.build("gemma3")).model.layers
     state = LayerState()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers as T
 
 from hf_spec.adapters.published import write_published
 from hf_spec.methods.block.settings import BlockTrainSettings
 from hf_spec.methods.block.training import layout, new_head, start_head, trained_weights
 from hf_spec.training.features import stored_texts
 from hf_spec.training.responses import Response
-from tests.tiny_models import LLAMA_LIKE
+from tests.speculators_target import saved_target
 
 pytest.importorskip(
     "speculators.models.dflash", reason="needs the package speculators in an environment of its own"
@@ -30,11 +28,7 @@ pytestmark = pytest.mark.integration
 def test_a_block_head_says_the_same_there(
     vocabulary: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    target: Any = T.LlamaForCausalLM(T.LlamaConfig(**{**LLAMA_LIKE, "num_hidden_layers": 8}))
-    target.save_pretrained(tmp_path / "target")
-    target = T.AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
+    target = saved_target(tmp_path, monkeypatch)
     responses = [Response("r", "t", [5, 6], [7 + (n * 11) % 80 for n in range(60)])]
     settings = BlockTrainSettings(block_size=4, vocabulary_size=vocabulary)
     texts = stored_texts(target, responses, tmp_path / "features", (2, 4, 5, 8))

@@ -14,10 +14,14 @@ from examples.studies.serving.load_curve import main
 @pytest.mark.full
 def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "curve.json"
-    size = ["--load", "1", "--load", "3", "--new-tokens", "3", "--repeats", "2"]
-    size += ["--prompt-tokens", "150"]
-    main(["--model", str(folder), "--strategy", "lookup", "--out", str(out), *size])
+    size = ["--new-tokens", "3", "--repeats", "2", "--prompt-tokens", "150"]
+    command = ["--model", str(folder), "--strategy", "lookup", "--out", str(out), *size]
+    # The second command goes on where the first one ended.
+    main([*command, "--load", "1"])
+    first = json.loads(out.read_text())["records"]
+    main([*command, "--load", "1", "--load", "3"])
     record = json.loads(out.read_text())
+    assert record["records"][: len(first)] == first
     assert 0 < record["prompts"] < 60
     assert record["prompt_tokens"] == 150
     records = record["records"]
