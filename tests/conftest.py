@@ -25,6 +25,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from hf_spec.backend.device import graph_store
 from hf_spec.common.small_models import gemma3_270m, smollm2_135m_instruct
 from hf_spec.drafting.cost_model import cost_curves as round_costs
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
@@ -78,6 +79,14 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_stored_graphs() -> Iterator[None]:
+    """CUDA graphs, and failures to capture them, of neither earlier nor later tests."""
+    graph_store.forget()
+    yield
+    graph_store.forget()
 
 
 def load_float32(folder: Path) -> tuple[Any, Any]:

@@ -170,7 +170,7 @@ class LevelDrafter(Drafter):
 
     @property
     def step_graphs(self) -> StepGraphs | None:
-        """CUDA graphs of the passes; None if a draft cannot be one graph.
+        """CUDA graphs of the passes; None if a draft can never be one graph. Only while active.
 
         Else `prepare_pass`, `step_inputs` and `program_key` are implemented, and `next_tokens` runs
         one step of these graphs per pass, with `growth.prepared`.
@@ -332,6 +332,9 @@ class LevelDrafter(Drafter):
         graphs, processing = self.step_graphs, processors_key(state.processors)
         if self.processors.is_identity:
             processing = ()
+        if graphs is not None and (not graphs.captures_programs or graphs.device != state.device):
+            # One graph launches on one device, and nodes are chosen on the target's.
+            graphs = None
         if graphs is None or processing is None or not self._num_choices:
             growth = DeviceGrowth(drafts, self._plans)
             self._queue(state, growth)

@@ -6,199 +6,117 @@ graph took from the host at that time shows in the drafts of later rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    EosTokenCriteria,
     EtaLogitsWarper,
-    MaxLengthCriteria,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from hf_spec import DraftConfig, EagleConfig, FalconConfig, GsdConfig, MtpConfig, TreeConfig
-from hf_spec.adapters.published import read_published
-from hf_spec.backend.device import graph_store
-from hf_spec.backend.device.capture import warm_ups
+from hf_spec import (
+    DraftConfig,
+    EagleConfig,
+    FalconConfig,
+    GemmaAssistantConfig,
+    GsdConfig,
+    MtpConfig,
+    TreeConfig,
+)
 from hf_spec.drafting import level_drafter
-from hf_spec.drafting.cost_model.cost_curves import Costs
 from hf_spec.drafting.level_drafter import processors_key
-from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import RowProcessors
-from hf_spec.engine.decode.loop import finish_step
 from hf_spec.engine.decode.sampling import distribution
-from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.fast import cuda_graphs, graph_shapes
-from hf_spec.engine.fast.cuda_graphs import RUNS_BY_STEP, StepGraphs
+from hf_spec.engine.fast.cuda_graphs import RUNS_BY_STEP
 from hf_spec.engine.forward import kv_pool
-from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.lossless.distribution import chi_square
-from hf_spec.methods.eagle.head import build as build_eagle
-from hf_spec.methods.registry import make_drafter
-from tests import mtp_reference, tiny_models
-from tests.fake_gpu import FakeGpu, OnGpu, on_gpu, pretended, recording
-from tests.falcon_reference import random_head
-from tests.published_heads import sample
+from tests import gemma_reference, tiny_models
+from tests.device_rounds import (
+    Call,
+    Case,
+    Device,
+    decode,
+    draft_model,
+    eagle_head,
+    falcon_head,
+    gemma_assistant,
+    graphs_of,
+    mtp_modules,
+)
+from tests.fake_gpu import OnGpu
+
+pytestmark = pytest.mark.usefixtures("no_stored_graphs")
 
 DEPTH = 3
+TWO: dict[str, Any] = {"max_draft_tokens": 2, "length_policy": "static"}
 FIXED: dict[str, Any] = {"max_draft_tokens": DEPTH, "length_policy": "static"}
 # Launches and waits of a round, target and verification included.
 MOST_LAUNCHES, MOST_WAITS = 10, 2
 
 
-def draft_model() -> Any:
-    return tiny_models.draft_model("llama")
-
-
-def falcon_head() -> Any:
-    return random_head("llama")
-
-
-def eagle_head() -> Any:
-    found = read_published(sample("eagle3").folder)
-    assert found is not None
-    return build_eagle(found, tiny_models.build("llama"))
-
-
-def mtp_modules() -> Any:
-    return mtp_reference.sample("llama", "index").head
-
-
-@dataclass
-class Case:
-    """A way to decode: strategy, what drafts, rows, tokens that end a row, and processors."""
-
-    config: Any
-    assistant: Callable[[], Any] = draft_model
-    num_rows: int = 1
-    ends: tuple[int, ...] = ()
-    processors: list[Any] = field(default_factory=list)
-    sampled: bool = False
-
-    @property
-    def new_tokens(self) -> int:
-        """Enough for some replays in the first call; an untrained head is never right."""
-        return 12 if self.assistant is eagle_head else 24
-
-
 DRAFT, TREE = DraftConfig(**FIXED), TreeConfig(**FIXED, max_nodes=12)
 EAGLE = EagleConfig(**FIXED, width=3, max_nodes=10)
+GEMMA = GemmaAssistantConfig(**FIXED, tree="dynamic", width=3, max_nodes=10)
 FALCON = FalconConfig(tree=tiny_models.wide_tree(), length_policy="static")
 SOME_ENDS = tuple(range(0, tiny_models.VOCAB, 5))
+# Untrained heads are never right; enough tokens for some replays in the first call.
+eagle = partial(Case, assistant=eagle_head, new_tokens=12)
+gemma = partial(Case, assistant=gemma_assistant, new_tokens=12)
 CASES = {
-    "draft": Case(DRAFT),
-    "tree": Case(TREE),
-    "eagle": Case(EAGLE, eagle_head),
+    "draft": Case(DRAFT, draft_model),
+    "tree": Case(TREE, draft_model),
+    "eagle": eagle(EAGLE),
     "falcon": Case(FALCON, falcon_head),
-    "draft, rows": Case(DRAFT, num_rows=3),
-    "tree, rows, ends": Case(TREE, num_rows=3, ends=SOME_ENDS),
-    "tree, whole": Case(TreeConfig(**FIXED, children=2, expanded_per_level=32, max_nodes=12)),
-    "tree, pruned": Case(
-        TreeConfig(**FIXED, max_nodes=8, min_probability=0.1, min_sibling_ratio=0.3), num_rows=2
+    "gemma": gemma(GEMMA),
+    "draft, rows": Case(DRAFT, draft_model, num_rows=3),
+    "tree, rows, ends": Case(TREE, draft_model, num_rows=3, ends=SOME_ENDS),
+    "tree, whole": Case(
+        TreeConfig(**FIXED, children=2, expanded_per_level=32, max_nodes=12), draft_model
     ),
-    "gsd": Case(GsdConfig(merge_length=None, expanded_per_level=6, **FIXED, max_nodes=12)),
-    "eagle, chain, rows": Case(EagleConfig(**FIXED, tree="chain"), eagle_head, num_rows=3),
-    "eagle, rows": Case(EAGLE, eagle_head, num_rows=3),
+    "tree, pruned": Case(
+        TreeConfig(**FIXED, max_nodes=8, min_probability=0.1, min_sibling_ratio=0.3),
+        draft_model,
+        num_rows=2,
+    ),
+    "gsd": Case(
+        GsdConfig(merge_length=None, expanded_per_level=6, **FIXED, max_nodes=12), draft_model
+    ),
+    "eagle, chain, rows": eagle(EagleConfig(**FIXED, tree="chain"), num_rows=3),
+    "eagle, rows": eagle(EAGLE, num_rows=3),
     "falcon, rows": Case(FALCON, falcon_head, num_rows=3),
+    "gemma, chain, rows": gemma(GemmaAssistantConfig(**FIXED), num_rows=3),
+    "gemma, windows, rows, ends": gemma(
+        GEMMA,
+        assistant=partial(gemma_reference.random_assistant, "gemma3"),
+        model="gemma3",
+        num_rows=3,
+        ends=SOME_ENDS,
+    ),
+    "gemma, processors": gemma(GEMMA, processors=[TemperatureLogitsWarper(0.5)]),
     "mtp": Case(MtpConfig(**FIXED), mtp_modules, num_rows=2),
     "draft, processors": Case(
-        DRAFT, processors=[TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)]
+        DRAFT, draft_model, processors=[TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)]
     ),
 }
 # Cases with targets of one size -> the depth of their drafts.
-FEW_LAUNCHES = {"draft": DEPTH, "tree": DEPTH, "eagle": DEPTH, "falcon": 4}
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept() -> Iterator[None]:
-    graph_store.forget()
-    yield
-    graph_store.forget()
-
-
-@dataclass
-class Round:
-    """A draft, its longest possible depth, what its round cost, and whether graphs were made."""
-
-    tree: DraftTree
-    limit: int
-    launches: int
-    waits: int
-    settles: bool
-
-
-@dataclass
-class Call:
-    """The tokens and rounds of a call, its captures, and its graphs of whole drafts."""
-
-    tokens: list[list[int]]
-    rounds: list[Round]
-    captures: int
-    programs: int
-
-    @property
-    def drafts(self) -> list[tuple[list[int], list[int]]]:
-        return [(one.tree.tokens, one.tree.parent) for one in self.rounds]
-
-
-def begin(case: Case, there: Callable[[Tensor], Tensor]) -> GenerationState:
-    settled = tiny_models.settled_prompt("llama")[0]
-    rows = [settled[: len(settled) - 3 * row] for row in range(case.num_rows)]
-    ids, mask = (there(tensor) for tensor in tiny_models.left_padded(rows).values())
-    length = ids.shape[1] + case.new_tokens
-    rules: list[Any] = [MaxLengthCriteria(length)]
-    rules += [EosTokenCriteria(list(case.ends))] if case.ends else []
-    options: dict[str, Any] = {"processors": case.processors, "do_sample": case.sampled}
-    stop = StopRules(rules, case.num_rows)
-    return GenerationState.create(ids, mask, stop, expected_length=length, **options)
-
-
-def graphs_of(drafter: Any) -> StepGraphs:
-    drafter = getattr(drafter, "_main", None).drafter if hasattr(drafter, "_main") else drafter
-    found: StepGraphs = drafter._runner._graphs
-    return found
-
-
-@torch.no_grad()
-def decode(case: Case, model: Any, drafter: Drafter, gpu: FakeGpu | None = None) -> Call:
-    torch.manual_seed(0)
-    state = begin(case, OnGpu if gpu else lambda tensor: tensor)
-    target = ModelRunner(model, case.num_rows, drafter.hidden_layers)
-    target.expected_length = state.expected_length
-    rounds, log = [], gpu or FakeGpu()
-    with target.active(), drafter.active(state):
-        verifier = drafter.make_verifier(case.processors, case.num_rows)
-        while state.unfinished:
-            log.restart()
-            before = warm_ups.count
-            limits = state.draft_limits
-            tree = drafter.draft(state, limits)
-            output = target.forward(tree, state.tokens)
-            finish_step(target, drafter, verifier, state, tree, output)
-            waits = sum(log.waits.values()) + log.fetches
-            rounds.append(
-                Round(tree, min(limits.values()), log.launches, waits, warm_ups.count > before)
-            )
-        graphs = graphs_of(drafter)
-        programs = sum(bucket.program is not None for bucket in graphs._recorded)
-        captures = target.graph_counts[1] + graphs.captures
-    return Call(state.tokens, rounds, captures, programs)
+FEW_LAUNCHES = {"draft": DEPTH, "tree": DEPTH, "eagle": DEPTH, "falcon": 4, "gemma": DEPTH}
 
 
 def on_host(case: Case) -> Call:
     """Drafts that grow on the host, level by level."""
-    model = tiny_models.build("llama")
-    return decode(case, model, make_drafter(case.config, model, case.assistant()))
+    model = tiny_models.build(case.model)
+    return decode(case, model, case.drafter(model, case.assistant()))
 
 
 def check_same(call: Call, plain: Call) -> None:
@@ -206,35 +124,7 @@ def check_same(call: Call, plain: Call) -> None:
     assert call.drafts == plain.drafts
 
 
-class Device:
-    """The pretended GPU, with the model and the assistant of a case on it."""
-
-    def __init__(self, case: Case, monkeypatch: pytest.MonkeyPatch):
-        self.case = case
-        assistant = case.assistant()
-        tiny_models.settled_prompt("llama")
-        self._stack = ExitStack()
-        self.gpu = self._stack.enter_context(pretended(monkeypatch))
-        self._stack.enter_context(recording(monkeypatch, self.gpu))
-        self.model, self.assistant = on_gpu(tiny_models.build("llama")), on_gpu(assistant)
-        if case.assistant is mtp_modules:
-            # The target's embedding is no module of the head.
-            self.assistant._shared = [self.model.get_input_embeddings()]
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
-
-    def drafter(self) -> Drafter:
-        return make_drafter(self.case.config, self.model, self.assistant)
-
-    def decode(self, case: Case | None = None) -> Call:
-        return decode(case or self.case, self.model, self.drafter(), self.gpu)
-
-
-@pytest.mark.by_default(name=("eagle",))
+@pytest.mark.by_default(name=("eagle", "gemma, windows, rows, ends"))
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_that_grow_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
@@ -261,15 +151,10 @@ def test_drafts_are_those_that_grow_on_the_host(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("config", [DraftConfig(), TreeConfig()], ids=["draft", "tree"])
 def test_the_default_policy_does_not_wait(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The depth of a draft follows from the rounds before it."""
-    costs = Costs(lambda nodes: 1.0 + 0.02 * nodes, {config.strategy: lambda depth: 0.2 * depth})
-    case = Case(config)
-    calls = []
+    case = Case(config, draft_model, level_cost=0.2)
     with Device(case, monkeypatch) as device:
-        for _ in range(2):
-            drafter: Any = device.drafter()
-            drafter._configured_costs = costs
-            calls.append(decode(case, device.model, drafter, device.gpu))
-    assert calls[0].tokens == on_host(Case(DRAFT)).tokens
+        calls = [device.decode(), device.decode()]
+    assert calls[0].tokens == on_host(CASES["draft"]).tokens
     drafted = [one for one in calls[1].rounds if one.tree.num_nodes > 1]
     assert len({max(one.tree.depth) for one in drafted}) > 1
     assert max(one.waits for one in drafted) <= MOST_WAITS
@@ -278,23 +163,34 @@ def test_the_default_policy_does_not_wait(config: Any, monkeypatch: pytest.Monke
     assert min(replayed) <= MOST_LAUNCHES
 
 
-def test_rows_leave_a_draft_at_their_own_depths(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.by_default(config=(TREE,))
+@pytest.mark.parametrize(
+    ("config", "assistant"),
+    [(TREE, draft_model), (GEMMA, gemma_assistant)],
+    ids=["TreeConfig", "GemmaAssistantConfig"],
+)
+def test_rows_leave_a_draft_at_their_own_depths(
+    config: Any, assistant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which of them leave is an input of the graph, how many is part of it."""
     limits = [{0: 3, 1: 1, 2: 2}, {0: 1, 1: 2, 2: 3}, {0: 2, 1: 3, 2: 1}] * 2
-    case = Case(TREE, num_rows=3)
+    case = Case(config, assistant, num_rows=3)
 
     @torch.no_grad()
     def drafts(model: Any, assistant: Any, there: Any) -> tuple[list[Any], int]:
-        state = begin(case, there)
-        drafter: Any = make_drafter(case.config, model, assistant)
+        state, drafter = case.begin(there), case.drafter(model, assistant)
+        target = ModelRunner(model, case.num_rows, drafter.hidden_layers)
         found = []
-        with drafter.active(state):
+        with target.active(), drafter.active(state):
+            run_prompt(target, drafter, state)
             for some in limits:
                 tree = drafter.draft(state, some)
                 found.append((tree.tokens, tree.parent))
                 back_to_the_root(drafter, state)
-            buckets = graphs_of(drafter)._recorded
-        return found, sum(bucket.program is not None for bucket in buckets)
+            graphs = graphs_of(drafter)
+            assert graphs is not None
+            programs = sum(bucket.program is not None for bucket in graphs._recorded)
+        return found, programs
 
     plain, _ = drafts(tiny_models.build("llama"), case.assistant(), lambda tensor: tensor)
     with Device(case, monkeypatch) as device:
@@ -303,11 +199,23 @@ def test_rows_leave_a_draft_at_their_own_depths(monkeypatch: pytest.MonkeyPatch)
     assert captured == plain
 
 
+def run_prompt(target: ModelRunner, drafter: Any, state: GenerationState, token: int = 7) -> None:
+    """Let the target run the prompts, and continue all rows with the same token."""
+    roots = {row: ([state.tokens[row][-1]], [-1]) for row in state.unfinished}
+    tree = DraftTree.from_drafts(roots, state.num_rows)
+    output = target.forward(tree, state.tokens)
+    verdict = Verdict(tree, [[] for _ in roots], [token for _ in roots])
+    state.commit(verdict)
+    target.keep(verdict.paths)
+    drafter.observe(verdict, output)
+
+
 def back_to_the_root(drafter: Any, state: GenerationState) -> None:
-    """End a round as if it had not been."""
-    drafter._runner.keep([[]] * state.num_rows)
-    for row in range(state.num_rows):
-        drafter._runner.shorten(row, len(state.tokens[row]) - 1)
+    """End a round as if it had not been; an assistant stores nothing."""
+    if isinstance(drafter._runner, ModelRunner):
+        drafter._runner.keep([[]] * state.num_rows)
+        for row in range(state.num_rows):
+            drafter._runner.shorten(row, len(state.tokens[row]) - 1)
 
 
 @pytest.mark.full
@@ -318,19 +226,27 @@ class TestDraws:
     # Rounds that warm up.
     WARM = RUNS_BY_STEP + 3
 
+    # What all rows continue with.
+    ROOT = 7
+
     @torch.no_grad()
-    def p_value(self, monkeypatch: pytest.MonkeyPatch, rounds: int = ROUNDS) -> float:
+    def p_value(
+        self, monkeypatch: pytest.MonkeyPatch, kind: str = "draft", rounds: int = ROUNDS
+    ) -> float:
         """How likely the joint counts of the first two tokens are, of all replays."""
         processors = [TopKLogitsWarper(self.CHOICES)]
-        config = DraftConfig(max_draft_tokens=2, length_policy="static")
-        case = Case(config, num_rows=self.ROWS, processors=processors, sampled=True)
-        model, prompt = draft_model(), tiny_models.settled_prompt("llama")
+        config, assistant, logits = self.KINDS[kind]
+        options: dict[str, Any] = {"processors": processors, "sampled": True}
+        case = Case(config, assistant, num_rows=self.ROWS, **options)
+        text = [*tiny_models.settled_prompt("llama")[0].tolist(), self.ROOT]
         monkeypatch.setattr(tiny_models, "left_padded", self.equal_rows)
         counts: dict[tuple[int, int], int] = {}
         torch.manual_seed(0)
         with Device(case, monkeypatch) as device:
-            state, drafter = begin(case, OnGpu), device.drafter()
-            with drafter.active(state):
+            state, drafter = case.begin(OnGpu), device.drafter()
+            target = ModelRunner(device.model, self.ROWS, drafter.hidden_layers)
+            with target.active(), drafter.active(state):
+                run_prompt(target, drafter, state, self.ROOT)
                 for number in range(rounds + self.WARM):
                     tree = drafter.draft(state, dict.fromkeys(range(self.ROWS), 2))
                     back_to_the_root(drafter, state)
@@ -340,12 +256,14 @@ class TestDraws:
                             counts[first, second] = counts.get((first, second), 0) + 1
                 assert tree.draft_probs is not None
                 lines = tree.draft_probs.cpu()
-            assert graphs_of(drafter).replays >= rounds
+            graphs = graphs_of(drafter)
+            assert graphs is not None
+            assert graphs.replays >= rounds
         expected: dict[tuple[int, int], float] = {}
 
         def probs(*path: int) -> Tensor:
-            ids = torch.cat([prompt[0], torch.tensor(path, dtype=torch.long)])[None]
-            return distribution(processors[0](ids, model(ids).logits[:, -1].float()))[0]
+            scores = logits(text, path)[None].float()
+            return distribution(processors[0](torch.tensor([[*text, *path]]), scores))[0]
 
         torch.testing.assert_close(lines[0], probs(), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(lines[1], probs(tree.tokens[1]), atol=1e-5, rtol=1e-4)
@@ -363,10 +281,27 @@ class TestDraws:
         ids = rows[0].expand(len(rows), -1).clone()
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
+    @staticmethod
+    def model_logits(text: list[int], path: Sequence[int]) -> Tensor:
+        logits: Tensor = draft_model()(torch.tensor([[*text, *path]])).logits[0, -1]
+        return logits
+
+    @staticmethod
+    def assistant_logits(text: list[int], path: Sequence[int]) -> Tensor:
+        target = tiny_models.build("llama")
+        return gemma_reference.reference(gemma_reference.published(target), target, text, path)
+
+    # Config, what drafts, and its logits after a text and a drafted path.
+    KINDS: ClassVar[dict[str, tuple[Any, Any, Any]]] = {
+        "draft": (DraftConfig(**TWO), draft_model, model_logits),
+        "gemma": (GemmaAssistantConfig(**TWO), gemma_assistant, assistant_logits),
+    }
+
+    @pytest.mark.parametrize("kind", KINDS)
     def test_they_have_the_distribution_of_the_draft_model(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert self.p_value(monkeypatch) > 1e-4
+        assert self.p_value(monkeypatch, kind) > 1e-4
 
     def test_numbers_that_are_drawn_once_do_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fill = graph_shapes.Shape.fill
@@ -416,8 +351,8 @@ class TestKeys:
 
     @pytest.mark.full
     def test_other_processors_in_the_next_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        case = Case(DRAFT, processors=[TopKLogitsWarper(20)], sampled=True)
-        few = Case(DRAFT, processors=[TopKLogitsWarper(2)], sampled=True)
+        case = Case(DRAFT, draft_model, processors=[TopKLogitsWarper(20)], sampled=True)
+        few = Case(DRAFT, draft_model, processors=[TopKLogitsWarper(2)], sampled=True)
         with Device(case, monkeypatch) as device:
             device.decode()
             call = device.decode(few)
@@ -468,10 +403,11 @@ class TestFallback:
         assert again.captures == 0
         assert len(tries) == len(set(tries)) > 0
 
-    def test_without_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("name", ["tree", "gemma"])
+    def test_without_memory(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Graphs are freed, and the draft runs again without any."""
-        plain, failures = on_host(CASES["tree"]), []
-        with Device(CASES["tree"], monkeypatch) as device:
+        plain, failures = on_host(CASES[name]), []
+        with Device(CASES[name], monkeypatch) as device:
             run = cuda_graphs._RunningProgram.run
 
             def failing(self: Any, *rest: Any) -> list[Tensor]:
@@ -487,22 +423,36 @@ class TestFallback:
             check_same(device.decode(), plain)
         assert "out of memory" in failures
 
-    def test_a_storage_that_grows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("name", ["tree", "gemma"])
+    def test_a_storage_that_grows(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Graphs at the old addresses are dropped."""
         monkeypatch.setattr(kv_pool, "MAX_RESERVED", 16)
         monkeypatch.setattr(cuda_graphs, "MAX_RESERVED", 16)
-        plain = on_host(CASES["tree"])
-        with Device(CASES["tree"], monkeypatch) as device:
+        plain = on_host(CASES[name])
+        with Device(CASES[name], monkeypatch) as device:
             call = device.decode()
         check_same(call, plain)
 
-    def test_a_call_that_ends_early(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_drafter_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its passes are graphs, but not together with what the target's device computes."""
+        case = CASES["gemma"]
+        plain = on_host(case)
+        with Device(case, monkeypatch) as device:
+            other = property(lambda self: torch.device("cuda", 1))
+            monkeypatch.setattr(cuda_graphs.StepGraphs, "device", other)
+            call = device.decode()
+        check_same(call, plain)
+        assert call.programs == 0
+        assert call.captures > 1
+
+    @pytest.mark.parametrize("name", ["eagle", "gemma"])
+    def test_a_call_that_ends_early(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """An error inside a draft leaves nothing behind."""
 
         def failing(self: Any, *rest: Any) -> list[Tensor]:
             raise ZeroDivisionError
 
-        case = CASES["eagle"]
+        case = CASES[name]
         plain = on_host(case)
         with Device(case, monkeypatch) as device:
             with monkeypatch.context() as patch:

@@ -556,10 +556,46 @@ MUTANTS = (
     Mutant(
         "a node of an assistant's draft continues from the state at its own index",
         area="Gemma assistants",
+        file="hf_spec/methods/gemma_assistant/drafter.py",
+        old="self._node_states[parents]",
+        new="self._node_states[: len(parents)]",
+        tests=("tests/methods/gemma_assistant/test_drafter.py::TestParity",),
+    ),
+    Mutant(
+        "graphs of an assistant are not closed when a call ends",
+        area="Gemma assistants",
         file="hf_spec/methods/gemma_assistant/runner.py",
-        old="states[parents]",
-        new="states[: len(parents)]",
+        old="self._graphs.close()",
+        new="pass",
         tests=("tests/methods/gemma_assistant/test_runner.py",),
+    ),
+    Mutant(
+        "an assistant that is active again uses its closed graphs",
+        area="Gemma assistants",
+        file="hf_spec/methods/gemma_assistant/runner.py",
+        old="        self._graphs = None\n",
+        new="        self._graphs = vars(self).get('_graphs')\n",
+        tests=("tests/methods/gemma_assistant/test_runner.py",),
+    ),
+    Mutant(
+        "passes on one device are captured together with what another device computes",
+        area="CUDA graphs",
+        file="hf_spec/drafting/level_drafter.py",
+        old=" or graphs.device != state.device):",
+        new="):",
+        tests=(
+            "tests/drafting/test_captured_drafts.py::TestFallback::test_a_drafter_on_another_device",
+        ),
+    ),
+    Mutant(
+        "the tokens of all nodes of an assistant's captured draft are placeholders",
+        area="Gemma assistants",
+        file="hf_spec/methods/gemma_assistant/runner.py",
+        old="tensors[0], tensors[2] = tokens, states",
+        new="tensors[2] = states",
+        tests=(
+            "tests/drafting/test_captured_drafts.py::test_drafts_are_those_that_grow_on_the_host",
+        ),
     ),
     Mutant(
         "the reason against graphs names the whole model and not the layer",

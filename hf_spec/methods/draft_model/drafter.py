@@ -175,10 +175,9 @@ class DraftModelDrafter(LevelDrafter):
         return has_bits and self._runner.supports_device_tokens
 
     @property
-    def step_graphs(self) -> StepGraphs | None:
-        """Those of the draft model, if it is on the target's device."""
-        graphs = self._runner.step_graphs
-        return graphs if graphs.captures_programs and graphs.device == self._plans.device else None
+    def step_graphs(self) -> StepGraphs:
+        """Those of the draft model."""
+        return self._runner.step_graphs
 
     @property
     def program_key(self) -> Hashable:

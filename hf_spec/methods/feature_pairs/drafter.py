@@ -142,11 +142,9 @@ class PairDrafter(LevelDrafter):
 
     @property
     def step_graphs(self) -> StepGraphs | None:
-        """Those of the head, if it is on the target's device and has neither states nor masks."""
-        graphs = self._runner.step_graphs
+        """Those of the head, if it has neither LSTM states nor mask pairs."""
         alone = self.head.shape.recurrent or self._one_pass or self._head_obstacle is not None
-        ready = graphs.captures_programs and graphs.device == self._plans.device
-        return None if alone or not ready else graphs
+        return None if alone else self._runner.step_graphs
 
     @property
     def program_key(self) -> Hashable:

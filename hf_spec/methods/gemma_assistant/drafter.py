@@ -7,7 +7,7 @@ level of a tree is one pass of any width, and accepted tokens need no further pa
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -19,16 +19,19 @@ from transformers import PreTrainedModel
 from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.config import AssistantConfig
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
+from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import BeamConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.row_storage import RowStorage
+from hf_spec.engine.forward.step import PackedStep
 from hf_spec.methods.gemma_assistant.head import FAMILY, STRATEGY, GemmaAssistant
-from hf_spec.methods.gemma_assistant.runner import AssistantRunner
+from hf_spec.methods.gemma_assistant.runner import AssistantRunner, PreparedNodes
 from hf_spec.methods.loading import resolve_published
 from hf_spec.methods.registry import register
 
@@ -120,15 +123,41 @@ class GemmaAssistantDrafter(LevelDrafter):
         states = hidden[indices].to(self.draft_device)
         self._root_states |= dict(zip(rows, states, strict=True))
 
+    @property
+    def step_graphs(self) -> StepGraphs:
+        """See `LevelDrafter`."""
+        return self._runner.step_graphs(self._target_rows.pool)
+
+    def prepare_pass(self, state: GenerationState, growth: Growth) -> PreparedNodes:
+        """See `LevelDrafter`."""
+        owners = growth.owners
+        if growth.depth == 0:
+            tokens = growth.tokens
+            states = torch.stack([self._root_states[row] for row in growth.rows])
+        else:
+            # Placeholders of what follows from the pass before.
+            tokens = torch.zeros(len(owners), dtype=torch.long)
+            states = self._node_states.new_empty(len(owners), self.assistant.hidden_size)
+        return self._runner.prepare(self._target_rows, owners, tokens, states)
+
+    def step_inputs(self, prepared: PreparedNodes) -> tuple[Sequence[Tensor], PackedStep]:
+        """See `LevelDrafter`."""
+        return prepared.tensors, prepared.step
+
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
         """Return the (M, V) distributions of the assistant, from one pass."""
-        assert self._storage is not None, "rows draft after the target has run them"
-        if growth.depth:
-            states, parents = self._node_states, growth.parents
+        tokens, states = None, None
+        if isinstance(growth, DeviceGrowth):
+            prepared = growth.prepared
         else:
-            states = torch.stack([self._root_states[row] for row in growth.rows])
-            parents = torch.arange(len(growth.rows))
-        logits, self._node_states = self._runner.run(
-            self._storage, growth.owners, growth.tokens, states, parents
-        )
+            prepared = self.prepare_pass(state, growth)
+        if growth.depth:
+            tokens, parents = growth.inputs_on(self.draft_device)
+            states = self._node_states[parents]
+        logits, self._node_states = self._runner.run(prepared, tokens, states)
         return self.processed(state, growth, logits.to(state.device))
+
+    @property
+    def _target_rows(self) -> RowStorage:
+        assert self._storage is not None, "rows draft after the target has run them"
+        return self._storage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,8 @@ from tests.feature_reference import deepspec, dflash, dflash2, medusa, speculato
 from tests.gemma_reference import random_assistant
 from tests.generation.test_own_prefill import longrope
 from tests.published_heads import sample
+
+pytestmark = pytest.mark.usefixtures("no_stored_graphs")
 
 NEW_TOKENS = 24
 # Seconds of an operation on the device, so long that what the host does takes no time beside it.
@@ -133,13 +135,6 @@ FAMILIES = {
         lambda: build_mlp_speculator(speculator(), llama()), by_lists, captures=False
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept() -> Iterator[None]:
-    graph_store.forget()
-    yield
-    graph_store.forget()
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +17,7 @@ from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.graph_store import StoredGraphs, state_of
 from tests import tiny_models
 
-
-@pytest.fixture(autouse=True)
-def nothing_kept() -> Iterator[None]:
-    graph_store.forget()
-    yield
-    graph_store.forget()
+pytestmark = pytest.mark.usefixtures("no_stored_graphs")
 
 
 def kept(net: nn.Module, key: object, capacity: int = 256) -> StoredGraphs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -61,11 +61,8 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
+def nothing_known(no_stored_graphs: None) -> None:
     step_graphs._log_once.cache_clear()
-    graph_store.forget()
-    yield
-    graph_store.forget()
 
 
 def generate(name: str, kind: str, **options: Any) -> Any:

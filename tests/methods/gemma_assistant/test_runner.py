@@ -19,12 +19,7 @@ from tests.backend.device.test_captured_graphs import by_assistant, decode
 from tests.fake_gpu import OnGpu, on_gpu, pretended, recording
 from tests.gemma_reference import random_assistant
 
-
-@pytest.fixture(autouse=True)
-def nothing_kept() -> Iterator[None]:
-    graph_store.forget()
-    yield
-    graph_store.forget()
+pytestmark = pytest.mark.usefixtures("no_stored_graphs")
 
 
 @torch.no_grad()
@@ -37,17 +32,22 @@ def test_nodes_take_the_states_of_their_parents() -> None:
         storage.pool.layer(layer.layer, like, like)
     storage.stored = [4, 7]
     storage.position_offsets = [0, 5]
-    rows, tokens, parents = [0, 1, 1], torch.tensor([5, 6, 7]), torch.tensor([2, 0, 0])
+    rows, tokens, states = [0, 1, 1], torch.tensor([5, 6, 7]), states[[2, 0, 0]]
     with runner.active():
-        logits, after = runner.run(storage, rows, tokens, states, parents)
+        logits, after = runner.run(runner.prepare(storage, rows, tokens, states))
         for node, row in enumerate(rows):
             one = slice(node, node + 1)
-            found = runner.run(storage, [row], tokens[one], states, parents[one])
+            prepared = runner.prepare(storage, [row], tokens[one], states[one])
+            found = runner.run(prepared)
             torch.testing.assert_close(logits[one], found[0])
             torch.testing.assert_close(after[one], found[1])
     assert runner.forwards == 4
     assert (after[0] - after[1]).abs().max() > 1e-3
     assert not storage.pool.before_resize, "graphs are closed"
+    with runner.active():
+        again, _ = runner.run(runner.prepare(storage, rows, tokens, states))
+        assert len(storage.pool.before_resize) == 1, "they are dropped when the pool moves"
+    torch.testing.assert_close(again, logits)
 
 
 @pytest.mark.full
