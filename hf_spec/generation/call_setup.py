@@ -19,7 +19,7 @@ from transformers.generation import StoppingCriteriaList, StopStringCriteria
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.models.support_checks import check_model
+from hf_spec.engine.models.support_checks import check_model, check_weights
 from hf_spec.generation.call_checks import Settings, check_callables, check_settings
 from hf_spec.generation.compiling import warm_up
 from hf_spec.generation.target_checks import (
@@ -70,6 +70,7 @@ def resolve_call(
     check_callables(arguments)
     check_assisted(config, model, arguments)
     check_model(model)
+    check_weights(model)
     check_cache_length(model, arguments)
     check_input_scales(model)
     check_evaluation(model)
@@ -105,6 +106,7 @@ def build_drafter(
         raise AssistantError(
             f"spec_strategy={config.strategy!r} needs assistant={_assistant_hint(config)}"
         )
+    check_weights(assistant)
     tokenizers = (arguments.get(name) for name in ("tokenizer", "assistant_tokenizer"))
     drafter = make_drafter(config, model, with_tokenizers(config, assistant, *tokenizers))
     if drafter.hidden_layers and model.config.is_encoder_decoder:

@@ -43,6 +43,15 @@ UNSUPPORTED = {
 MASKED_ATTENTION = (None, "eager", "sdpa")
 
 
+def check_weights(model: object) -> None:
+    """Raise `UnsupportedError` for a target or assistant without weights."""
+    if isinstance(model, PreTrainedModel) and execution_device(model).type == "meta":
+        raise UnsupportedError(
+            f"{type(model).__name__} is on the device 'meta', without weights; load them with "
+            "from_pretrained()"
+        )
+
+
 def check_model(model: object) -> None:
     """Raise `UnsupportedError` for a model whose cache cannot be rolled back token by token."""
     if not isinstance(model, PreTrainedModel):
@@ -67,10 +76,6 @@ def check_model(model: object) -> None:
         raise UnsupportedError(
             f"{name} has no language-model head and cannot generate; load a model that has: "
             "AutoModelForCausalLM"
-        )
-    if execution_device(model).type == "meta":
-        raise UnsupportedError(
-            f"{name} is on the device 'meta', without weights; load them with from_pretrained()"
         )
     _check_attention(model, name)
     check_sharding(model)
