@@ -185,7 +185,7 @@ class Device:
         self.model = on_gpu(tiny_models.build(case.model))
         self.assistant = None if assistant is None else on_gpu(assistant)
         if case.assistant is mtp_modules:
-            # The target's embedding is no module of the head.
+            # The head does not contain the target's embedding.
             self.assistant._shared = [self.model.get_input_embeddings()]
 
     def __enter__(self) -> Device:
