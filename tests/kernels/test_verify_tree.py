@@ -214,6 +214,25 @@ def test_residual_rejection(vocab: int, dtype: torch.dtype, device: torch.device
     assert {0, 1, 2} <= set(verdicts[0].num_accepted.tolist())
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(("uniform", "accepted"), [(0.2, [3]), (0.5, [])])
+def test_the_third_sibling(
+    uniform: float, accepted: list[int], impl: str, device: torch.device
+) -> None:
+    """By hand: p = (0, 0, 4/21, 17/21) and q = (0, 0, 2/3, 1/3) after two rejections.
+
+    The third is accepted below 2/7; if q kept the tokens rejected before, below 2/3.
+    """
+    logits = torch.tensor([0.0, 0.0, 0.5, 0.5], device=device).log().expand(4, -1).contiguous()
+    draft = torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).expand(4, -1).contiguous()
+    tokens = torch.tensor([0, 0, 1, 2], device=device)
+    parents = torch.tensor([-1, 0, 0, 0], device=device)
+    row_start = torch.tensor([0, 4], device=device)
+    uniforms = torch.tensor([0.9, uniform], device=device).expand(4, -1).contiguous()
+    found = verify_tree(logits, tokens, parents, row_start, 4, uniforms, draft, impl=impl)
+    assert as_lists(found) == [(accepted, 3)]
+
+
 # NumPy, in the interpreter, warns of the NaN that the kernel looks for.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_residual_rejection_where_the_target_is_undefined(device: torch.device) -> None:

@@ -27,7 +27,7 @@ MUTANTS = (
         file="kernels/hf_spec_kernels/verify_tree/kernel.py",
         old="draft = tl.where(index == token, 0.0, draft) / tl.where",
         new="draft = draft / tl.where",
-        tests=("tests/kernels/test_verify_tree.py::test_residual_rejection",),
+        tests=("tests/kernels/test_verify_tree.py::test_the_third_sibling",),
     ),
     Mutant(
         "on a GPU a token is drawn from the target after rejections",
