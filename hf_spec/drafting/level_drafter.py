@@ -39,7 +39,6 @@ from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.fast.graph_shapes import Program
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.step import PackedStep
 
 TREES = ("chain", "dynamic")
 # Types of settings that are part of a key.
@@ -172,8 +171,8 @@ class LevelDrafter(Drafter):
     def step_graphs(self) -> StepGraphs | None:
         """CUDA graphs of the passes; None if a draft can never be one graph. Only while active.
 
-        Else `prepare_pass`, `step_inputs` and `program_key` are implemented, and `next_tokens` runs
-        one step of these graphs per pass, with `growth.prepared`.
+        Else `prepare_pass` returns a `PreparedStep`, and `next_tokens` runs one step of these
+        graphs per pass, with `growth.prepared`.
         """
         return None
 
@@ -185,10 +184,6 @@ class LevelDrafter(Drafter):
     def prepare_pass(self, state: GenerationState, growth: DeviceGrowth) -> Any:
         """Prepare on the host what `next_tokens` needs in the current pass; count it as run."""
         return None
-
-    def step_inputs(self, prepared: Any) -> tuple[Sequence[Tensor], PackedStep]:
-        """Return the step of a prepared pass, see `Program.steps`."""
-        raise NotImplementedError
 
     def token_ids(self, places: Tensor) -> Tensor:
         """Return the token ids of columns of `probabilities`."""
@@ -357,7 +352,7 @@ class LevelDrafter(Drafter):
         sizes = tuple(len(p.rows) for p in passes)
         program = Program(
             key=(self.program_key, self.shape, sizes, num_ranks, self.samples, processing),
-            steps=[self.step_inputs(part) for part in prepared],
+            steps=[(part.tensors, part.step) for part in prepared],
             compute=compute,
             constants=self._plans.constants(passes),
             noise=(sum(sizes), self._num_choices) if self.samples else None,

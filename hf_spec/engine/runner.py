@@ -104,7 +104,7 @@ class ModelRunner:
         self._mixers = RecurrentMixers(model, num_rows) if mixers_of(model) else None
         self._scales_queries = scales_queries(model)
         self._head = GreedyHead(model)
-        # Whether a model that drafts has checked the state of its layers since the last `keep`.
+        # True if the state of compiled layers was checked since the last `keep`.
         self._checked = False
 
     @property
@@ -346,7 +346,7 @@ class ModelRunner:
         if self._scales_queries:
             tensors.append(torch.tensor(inputs.frame_positions(self.rows.paddings)))
         self.tokens_run += count
-        return PreparedPass(work, tree, inputs, tensors, step)
+        return PreparedPass(step, tensors, work, tree, inputs)
 
     def _run_packed(
         self,
@@ -390,7 +390,7 @@ class ModelRunner:
 
     def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
         """Compute logits of the head's tokens and hidden states of all, from device tensors."""
-        # Of the many small passes of a draft, which need not be exact, the first one checks.
+        # A draft model checks once per draft: its output need not be exact.
         if not (self.rounded and self._checked):
             self._layers.refresh()
             self._checked = True

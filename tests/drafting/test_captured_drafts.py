@@ -226,8 +226,8 @@ class TestDraws:
     # Rounds that warm up.
     WARM = RUNS_BY_STEP + 3
 
-    # What all rows continue with: the likeliest tokens of the draft model at both levels overlap,
-    # so that equal numbers for both show.
+    # All rows continue with this token: the likeliest tokens of the draft model at both levels
+    # overlap then, so that equal numbers for both show.
     ROOT = 5
 
     @torch.no_grad()

@@ -272,8 +272,8 @@ MUTANTS = (
         "replaced scales of 4-bit layers are not noticed by compiled layers",
         area="compiled layers",
         file="hf_spec/engine/fast/layer_state.py",
-        old='FOUR_BIT_STATE = ("absmax", ',
-        new="FOUR_BIT_STATE = (",
+        old='FOUR_BIT_STATE = {"absmax", ',
+        new="FOUR_BIT_STATE = {",
         tests=("tests/engine/fast/test_layer_state.py::test_changes_of_4_bit_layers_are_seen",),
     ),
     Mutant(

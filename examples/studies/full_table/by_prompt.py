@@ -164,7 +164,7 @@ def begin(options: argparse.Namespace) -> tuple[PreTrainedModel, Callable[[], fl
 
 
 def ours(model: Any, options: argparse.Namespace) -> list[Contender]:
-    """Plain `generate()` and the strategies that are asked for."""
+    """Return plain `generate()` and the requested strategies."""
     return [plain(model)] + [
         strategy(model, entry.config, entry.assistant, entry.short_name)
         for entry in parse_entries(options.strategy, options.assistant)

@@ -170,7 +170,10 @@ class CostModelDrafter(Drafter):
         free_seconds = self._free_seconds = self._draft_free(state, max_depths, trees)
         host = median_low(self._host_seconds) if self._host_seconds else 0.0
         largest = math.inf if self._times is None else self._times.verify.largest_trial
-        base, _ = choose_nodes(costs, trees, self.max_nodes, 0.0, largest, host)
+        choose = partial(
+            choose_nodes, costs, trees, self.max_nodes, max_size=largest, host_seconds=host
+        )
+        base, _ = choose()
         reading = {s.name: self._reading_seconds(s, state, max_depths) for s in self.assistants}
         horizon = Horizon(sum(limits.values()), reading)
         plan = choose_sources(base, trees, self.assistants, max_depths, horizon)
@@ -196,7 +199,7 @@ class CostModelDrafter(Drafter):
         if whole is None:
             # A draft that took longer than expected is no reason to send fewer of its nodes.
             spent = plan.draft_seconds or self._timer.draft_seconds()
-            best, nodes = choose_nodes(costs, trees, self.max_nodes, spent, largest, host)
+            best, nodes = choose(draft_seconds=spent)
             drafts = {row: tree.subtree(nodes[row]) for row, tree in trees.items()}
             whole, size = DraftTree.from_drafts(drafts, state.num_rows), best.nodes
         else:

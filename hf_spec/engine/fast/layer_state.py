@@ -53,8 +53,8 @@ TRANSFORMERS = "transformers"
 # Attributes of bitsandbytes' 8-bit layers that compiled layers read.
 EIGHT_BIT = ("state.CB", "state.SCB", "state.threshold", "state.has_fp16_weights")
 # The same of 4-bit layers, and of the quantization state of their weights, if it has them.
-FOUR_BIT = ("compute_dtype", "compute_type_is_set", "support_avx512bf16_for_cpu")
-FOUR_BIT_STATE = ("absmax", "quant_type", "packing_format_for_cpu")
+FOUR_BIT = {"compute_dtype", "compute_type_is_set", "support_avx512bf16_for_cpu"}
+FOUR_BIT_STATE = {"absmax", "quant_type", "packing_format_for_cpu"}
 # More values than any layer of transformers reads; a layer that reads more is not compiled.
 MAX_VALUES = 20_000
 # Attributes that Python looks up in the class of a module in every call.
@@ -185,7 +185,7 @@ class LayerState:
             self.view(attrgetter("state", *EIGHT_BIT), module)
         elif is_four_bit(module):
             # Compiled layers run none of its Python code.
-            names = [name for name in FOUR_BIT if name in attributes]
+            names = sorted(attributes.keys() & FOUR_BIT)
             self._watch_four_bit(module.weight)
         others = [name for name in ("training", "layer_idx", "forward") if name in attributes]
         self.watch_sized(attributes)
@@ -198,11 +198,11 @@ class LayerState:
     def _watch_four_bit(self, weight: Any) -> None:
         attributes = vars(weight)
         self.watch_sized(attributes)
-        self.watch([name for name in ("quant_state",) if name in attributes], attributes)
+        self.watch(attributes.keys() & {"quant_state"}, attributes)
         if (quantization := attributes.get("quant_state")) is not None:
             values = vars(quantization)
             self.watch_sized(values)
-            self.watch([name for name in FOUR_BIT_STATE if name in values], values)
+            self.watch(values.keys() & FOUR_BIT_STATE, values)
             self._watch_addresses(quantization.absmax)
 
     def _content(self, value: Any, where: str) -> Hashable:

@@ -70,19 +70,25 @@ class RectangularInputs:
 
 
 @dataclass(frozen=True)
-class PreparedPass:
-    """A packed forward pass that the host has prepared.
+class PreparedStep:
+    """A packed pass that the host has prepared: its attention step, and inputs of the model."""
+
+    step: PackedStep
+    tensors: list[Tensor]
+
+
+@dataclass(frozen=True)
+class PreparedPass(PreparedStep):
+    """A packed forward pass over draft trees; `tensors` are on the host.
 
     Attributes:
         work, inputs: its tokens by row, and packed.
-        tensors, step: inputs of the model, on the host, and the attention step.
+        tree: the draft tree.
     """
 
     work: list[RowWork]
     tree: DraftTree
     inputs: PackedInputs
-    tensors: list[Tensor]
-    step: PackedStep
 
     @property
     def has_prompt(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
@@ -27,7 +27,6 @@ from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.packing import PreparedPass
 from hf_spec.engine.forward.padded_batching import BATCHING
-from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
@@ -176,7 +175,7 @@ class DraftModelDrafter(LevelDrafter):
 
     @property
     def step_graphs(self) -> StepGraphs:
-        """Those of the draft model."""
+        """Return the graphs of the draft model's steps."""
         return self._runner.step_graphs
 
     @property
@@ -188,10 +187,6 @@ class DraftModelDrafter(LevelDrafter):
         """See `LevelDrafter`."""
         tree, nodes = self._nodes_of(state, growth)
         return self._runner.prepare(tree, state.tokens, nodes, growth.visible_bytes)
-
-    def step_inputs(self, prepared: PreparedPass) -> tuple[Sequence[Tensor], PackedStep]:
-        """See `LevelDrafter`."""
-        return prepared.tensors, prepared.step
 
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
         """Return the (M, R) distributions of the draft model, from one forward pass."""

@@ -8,7 +8,7 @@ cache; those of draft nodes are overwritten in the next round.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,13 +23,12 @@ from hf_spec.engine.fast.cuda_graphs import StepGraphs, obstacle
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.step import PackedStep
+from hf_spec.engine.forward.packing import PreparedStep
 from hf_spec.methods.feature_pairs.draft_head import PairHead, State
 from hf_spec.methods.feature_pairs.runner import (
     Blocks,
     HeadRunner,
     PairRow,
-    PreparedPairs,
     draft_blocks,
     extend_rows,
 )
@@ -142,7 +141,7 @@ class PairDrafter(LevelDrafter):
 
     @property
     def step_graphs(self) -> StepGraphs | None:
-        """Those of the head, if it has neither LSTM states nor mask pairs."""
+        """Return the graphs of the head's steps; None with an LSTM state or mask pairs."""
         alone = self.head.shape.recurrent or self._one_pass or self._head_obstacle is not None
         return None if alone else self._runner.step_graphs
 
@@ -151,7 +150,7 @@ class PairDrafter(LevelDrafter):
         """See `LevelDrafter`; also whether the head returns the logits of all tokens."""
         return super().program_key, self.processors.reads_tokens
 
-    def prepare_pass(self, state: GenerationState, growth: DeviceGrowth) -> PreparedPairs | None:
+    def prepare_pass(self, state: GenerationState, growth: DeviceGrowth) -> PreparedStep | None:
         """See `LevelDrafter`."""
         if self.head.shape.recurrent or self._one_pass:
             return None
@@ -160,10 +159,6 @@ class PairDrafter(LevelDrafter):
             return self._runner.prepare_feed(rows, state.tokens)
         blocks, seen = self._blocks(growth), growth.visible_bytes
         return self._runner.prepare_grow(rows, blocks, self._outputs, seen)
-
-    def step_inputs(self, prepared: PreparedPairs) -> tuple[Sequence[Tensor], PackedStep]:
-        """See `LevelDrafter`."""
-        return prepared.tensors, prepared.step
 
     def run_blocks(self, state: GenerationState, growth: Growth) -> Tensor:
         """Run a block for each of the N nodes; return (N, k, H) predicted features.

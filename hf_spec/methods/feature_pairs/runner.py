@@ -33,6 +33,7 @@ from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.node_tokens import DeviceTokens
+from hf_spec.engine.forward.packing import PreparedStep
 from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.tree_attention import PackedAttention, takes_packed
 from hf_spec.engine.models.internal_positions import QueryPositions, scales_queries
@@ -80,20 +81,6 @@ def extend_rows(rows: Sequence[PairRow], features: Sequence[Tensor]) -> None:
     for (row, new), extended in zip(pairs, features, strict=True):
         row.features = extended
         row.num_pairs += len(new)
-
-
-@dataclass(frozen=True)
-class PreparedPairs:
-    """A pass over T pairs without an LSTM state that the host has prepared.
-
-    Attributes:
-        step: the attention step.
-        tensors: (T,) tokens and positions on the host, (T, H) features on the device, and of a feed
-            the indices of the newest pairs.
-    """
-
-    step: PackedStep
-    tensors: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -191,8 +178,12 @@ class HeadRunner:
 
     def prepare_feed(
         self, rows: Sequence[PairRow], texts: Sequence[Sequence[int]], num_masks: int = 0
-    ) -> PreparedPairs:
-        """Prepare the pass of `feed`, and count its pairs as stored; long prompts run here."""
+    ) -> PreparedStep:
+        """Prepare the pass of `feed`, and count its pairs as stored; long prompts run here.
+
+        Its tensors are (T,) tokens and positions on the host, (T, H) features on the device, and
+        the indices of the newest pairs.
+        """
         prepared = self._prepare_spans(self._run_long_spans(rows, texts), texts, num_masks)
         self._drop_features(rows)
         return prepared
@@ -228,18 +219,21 @@ class HeadRunner:
         blocks: Sequence[Blocks],
         like: Tensor,
         num_bytes: int | None = None,
-    ) -> PreparedPairs:
-        """Prepare the pass of `grow` on features `like` these; see also `ModelRunner.prepare`."""
+    ) -> PreparedStep:
+        """Prepare the pass of `grow` on features `like` these; see also `ModelRunner.prepare`.
+
+        Its tensors are (T,) tokens and positions on the host, (T, H) features on the device.
+        """
         step, positions = self._begin(self._block_segments(rows, blocks))
         if num_bytes is not None:
             step.sees = torch.empty(len(positions), num_bytes, dtype=torch.uint8)
         features = like.new_empty(len(positions), like.shape[-1])
-        return PreparedPairs(step, [torch.zeros_like(positions), positions, features])
+        return PreparedStep(step, [torch.zeros_like(positions), positions, features])
 
     @use_packed_linears(rounded=True)
     def run_prepared(
         self,
-        prepared: PreparedPairs,
+        prepared: PreparedStep,
         tokens: DeviceTokens | None = None,
         features: Tensor | None = None,
     ) -> Tensor:
@@ -329,7 +323,7 @@ class HeadRunner:
 
     def _prepare_spans(
         self, spans: Sequence[Span], texts: Sequence[Sequence[int]], num_masks: int = 0
-    ) -> PreparedPairs:
+    ) -> PreparedStep:
         segments = self._pair_segments(spans, num_masks)
         tokens: list[int] = []
         features: list[Tensor] = []
@@ -343,7 +337,7 @@ class HeadRunner:
         joined = features[0] if len(features) == 1 else torch.cat(features)
         step, positions = self._begin(segments)
         newest = torch.tensor(self._newest(spans, num_masks))
-        return PreparedPairs(step, [torch.tensor(tokens), positions, joined, newest])
+        return PreparedStep(step, [torch.tensor(tokens), positions, joined, newest])
 
     def _run_recurrent(
         self, spans: Sequence[Span], texts: Sequence[Sequence[int]]

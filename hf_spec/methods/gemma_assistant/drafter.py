@@ -7,7 +7,7 @@ level of a tree is one pass of any width, and accepted tokens need no further pa
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -28,10 +28,10 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.packing import PreparedStep
 from hf_spec.engine.forward.row_storage import RowStorage
-from hf_spec.engine.forward.step import PackedStep
 from hf_spec.methods.gemma_assistant.head import FAMILY, STRATEGY, GemmaAssistant
-from hf_spec.methods.gemma_assistant.runner import AssistantRunner, PreparedNodes
+from hf_spec.methods.gemma_assistant.runner import AssistantRunner
 from hf_spec.methods.loading import resolve_published
 from hf_spec.methods.registry import register
 
@@ -128,7 +128,7 @@ class GemmaAssistantDrafter(LevelDrafter):
         """See `LevelDrafter`."""
         return self._runner.step_graphs(self._target_rows.pool)
 
-    def prepare_pass(self, state: GenerationState, growth: Growth) -> PreparedNodes:
+    def prepare_pass(self, state: GenerationState, growth: Growth) -> PreparedStep:
         """See `LevelDrafter`."""
         owners = growth.owners
         if growth.depth == 0:
@@ -139,10 +139,6 @@ class GemmaAssistantDrafter(LevelDrafter):
             tokens = torch.zeros(len(owners), dtype=torch.long)
             states = self._node_states.new_empty(len(owners), self.assistant.hidden_size)
         return self._runner.prepare(self._target_rows, owners, tokens, states)
-
-    def step_inputs(self, prepared: PreparedNodes) -> tuple[Sequence[Tensor], PackedStep]:
-        """See `LevelDrafter`."""
-        return prepared.tensors, prepared.step
 
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
         """Return the (M, V) distributions of the assistant, from one pass."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -22,23 +21,11 @@ from hf_spec.engine.fast.cuda_graphs import ReadingGraphs, StepGraphs
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.kv_pool import KVPool
+from hf_spec.engine.forward.packing import PreparedStep
 from hf_spec.engine.forward.row_storage import RowStorage
 from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.vocabulary import fit_logits, num_embeddings
 from hf_spec.methods.gemma_assistant.head import GemmaAssistant
-
-
-@dataclass(frozen=True)
-class PreparedNodes:
-    """A pass over M nodes that the host has prepared.
-
-    Attributes:
-        step: the attention step.
-        tensors: (M,) tokens and positions on the host, (M, H) states of the parents on the device.
-    """
-
-    step: PackedStep
-    tensors: list[Tensor]
 
 
 class AssistantRunner:
@@ -86,8 +73,10 @@ class AssistantRunner:
 
     def prepare(
         self, storage: RowStorage, rows: Sequence[int], tokens: Tensor, states: Tensor
-    ) -> PreparedNodes:
+    ) -> PreparedStep:
         """Prepare the pass of M nodes, and count it as run.
+
+        Its tensors are (M,) tokens and positions on the host, and the states.
 
         Args:
             storage: the target's rows.
@@ -104,12 +93,12 @@ class AssistantRunner:
             offsets.append(segment.position + storage.position_offsets[row])
             segments.append(segment)
         tensors = [tokens, torch.cat(offsets), states]
-        return PreparedNodes(PackedStep(storage.pool, segments), tensors)
+        return PreparedStep(PackedStep(storage.pool, segments), tensors)
 
     @use_packed_linears(rounded=True)
     def run(
         self,
-        prepared: PreparedNodes,
+        prepared: PreparedStep,
         tokens: Tensor | None = None,
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:

@@ -18,22 +18,23 @@ from torch import Tensor
 from hf_spec_kernels.dispatch import DTYPES, check_tensor, launches
 
 OP = "filter_scores"
-BLOCK_V, NUM_WARPS = 4096, 16
+BLOCK_V, NUM_WARPS = 4096, 8
 
 
 @triton.jit
 def _ordered(scores):
-    """Return int64 with the order of the float32 scores; 0.0 and -0.0 are equal, NaN is largest."""
+    """Return int32 with the order of the float32 scores; 0.0 and -0.0 are equal, NaN is largest."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     order = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
-    return tl.where(scores != scores, 0x7FFFFFFF, order).to(tl.int64)
+    return tl.where(scores != scores, 0x7FFFFFFF, order)
 
 
 @triton.jit
 def _masses(
-    scores_ptr, vocab_size, top, floor, low, step, COUNT: tl.constexpr, BLOCK_V: tl.constexpr
-):
-    """Return the sums of all scores above `floor` and up to `low` + 1, 2 and 3 `step`s.
+    scores_ptr, vocab_size, top, floor, first, second, third,
+    COUNT: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of all scores above `floor` and up to each of three thresholds.
 
     Each score counts 1, or exp(score - top).
     """
@@ -48,9 +49,9 @@ def _masses(
         weights = inside.to(tl.float32)
         if not COUNT:
             weights = tl.where(order > floor, tl.exp(scores - top), 0.0)
-        sums_1 += tl.where(order <= low + step, weights, 0.0)
-        sums_2 += tl.where(order <= low + 2 * step, weights, 0.0)
-        sums_3 += tl.where(order <= low + 3 * step, weights, 0.0)
+        sums_1 += tl.where(order <= first, weights, 0.0)
+        sums_2 += tl.where(order <= second, weights, 0.0)
+        sums_3 += tl.where(order <= third, weights, 0.0)
     return tl.sum(sums_1, axis=0), tl.sum(sums_2, axis=0), tl.sum(sums_3, axis=0)
 
 
@@ -62,20 +63,23 @@ def _threshold(
 
     All scores up to it are removed.
     """
-    low, most = floor, _ordered(top)
+    most = _ordered(top)
     before = tl.full([], 0.0, tl.float32)
-    step = tl.full([], 2**30, tl.int64)
+    low = tl.full([], -(2**31), tl.int32)
+    step = tl.full([], 2**30, tl.int32)
     for _ in range(16):
+        # At most 2**31 - 1.
+        first, second, third = low + step, low + 2 * step, low + 3 * step
         mass_1, mass_2, mass_3 = _masses(
-            scores_ptr, vocab_size, top, floor, low, step, COUNT, BLOCK_V
+            scores_ptr, vocab_size, top, floor, first, second, third, COUNT, BLOCK_V
         )
-        fits_1 = (mass_1 <= goal) & (low + step < most)
-        fits_2 = (mass_2 <= goal) & (low + 2 * step < most)
-        fits_3 = (mass_3 <= goal) & (low + 3 * step < most)
+        fits_1 = (mass_1 <= goal) & (first < most)
+        fits_2 = (mass_2 <= goal) & (second < most)
+        fits_3 = (mass_3 <= goal) & (third < most)
         before = tl.where(
             fits_3, mass_3, tl.where(fits_2, mass_2, tl.where(fits_1, mass_1, before))
         )
-        low += step * (fits_1.to(tl.int64) + fits_2.to(tl.int64) + fits_3.to(tl.int64))
+        low += step * (fits_1.to(tl.int32) + fits_2.to(tl.int32) + fits_3.to(tl.int32))
         step = step // 4
     return low, before
 
@@ -110,7 +114,7 @@ def filter_kernel(
     tl.debug_barrier()
     top, num_nans = tl.max(tops, axis=0), tl.sum(nans, axis=0)
     defined = (num_nans == 0) & (top > float("-inf")) & (top < float("inf"))
-    low = tl.full([], -(2**31), tl.int64)
+    low = tl.full([], -(2**31), tl.int32)
     before = tl.full([], 0.0, tl.float32)
     goal = tl.full([], -1.0, tl.float32)
     num_ties = tl.full([], 0, tl.int32)
@@ -119,10 +123,13 @@ def filter_kernel(
         low, _ = _threshold(out_ptr, vocab_size, top, low, vocab_size - top_k, True, BLOCK_V)
     if defined & (removed_share >= 0.0):
         # No score is above `top`.
-        total, _, _ = _masses(out_ptr, vocab_size, top, low, _ordered(top), 0, False, BLOCK_V)
+        most = _ordered(top)
+        total, _, _ = _masses(out_ptr, vocab_size, top, low, most, most, most, False, BLOCK_V)
         goal = removed_share * total
         low, before = _threshold(out_ptr, vocab_size, top, low, goal, False, BLOCK_V)
-        below, up_to, _ = _masses(out_ptr, vocab_size, top, low, low - 1, 1, True, BLOCK_V)
+        below, up_to, _ = _masses(
+            out_ptr, vocab_size, top, low, low, low + 1, low + 1, True, BLOCK_V
+        )
         num_ties = (up_to - below).to(tl.int32)
     met = tl.full([], 0, tl.int32)
     for start in range(0, vocab_size, BLOCK_V):

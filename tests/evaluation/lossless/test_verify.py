@@ -27,7 +27,7 @@ GREEDY = VerificationPlan(12, 0)
 def entries() -> list[Entry]:
     draft = draft_model("llama")
     return [
-        # Whether copies pay on a tiny model is a matter of chance.
+        # The cost model may send no copies on a tiny model.
         Entry("lookup", LookupConfig(copy_length=7)),
         Entry("draft", DraftConfig(max_draft_tokens=2), draft),
         Entry("tree", TreeConfig(max_draft_tokens=2), draft),

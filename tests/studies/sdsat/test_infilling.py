@@ -21,7 +21,7 @@ def test_gaps_are_the_lines_with_code() -> None:
         "f.py:3", "def f(x):\n    # square\n", "    y = x * x", "\n\n    return y"
     )
     assert found[0].before == "import math\n"
-    # What a model reads with the right line is the text itself.
+    # With the right line, a model reads the text itself.
     assert found[2].before.endswith("\n\n")
     assert found[2].after == ""
 
