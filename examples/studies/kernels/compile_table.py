@@ -189,14 +189,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m examples.studies.kernels.compile_table", description=__doc__
     )
     parser.add_argument("--gpu", action="append", choices=list(GPUS), help="all by default")
-    parser.add_argument("--nodes", type=int, action="append", help="attention only, of these")
+    parser.add_argument("--nodes", type=int, action="append", help="of attention")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
     rows = []
     for name in options.gpu or GPUS:
         gpu = GPUS[name]
         rows += attention_rows(name, gpu, options.nodes or (*NODES, PROMPT))
-        rows += [] if options.nodes else other_rows(name, gpu)
+        rows += other_rows(name, gpu)
     tiles = [] if options.nodes or TILE_GPU not in (options.gpu or GPUS) else list(tile_rows())
     print(table(rows), tile_table(tiles), sep="\n\n")
     if options.out:

@@ -21,7 +21,7 @@ from examples.studies.kernels.compile_table import (
     tile_table,
 )
 from examples.studies.kernels.offline import GPUS, Compiled
-from tests.kernels.test_compiles import ROOT
+from tests.kernels.test_compiles import ROOT, ROUND_KERNELS
 
 FOLDER = ROOT / "examples" / "studies" / "kernels"
 
@@ -43,6 +43,7 @@ def test_no_kernel_spills_registers(rows: list[Row]) -> None:
 def test_drafts_have_two_blocks_per_multiprocessor(rows: list[Row]) -> None:
     found = [row for row in rows if 4 < row.nodes <= max(NODES)]
     assert {row.gpu for row in found} == set(GPUS)
+    assert {row.compiled.kernel for row in found} == ROUND_KERNELS
     assert [row for row in found if row.blocks_per_processor < 2] == []
 
 
