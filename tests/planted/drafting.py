@@ -41,11 +41,19 @@ MUTANTS = (
         tests=("tests/drafting/cost_model/test_cost_curves.py",),
     ),
     Mutant(
-        "the cost of plain steps is forgotten like that of others",
+        "costs of other sizes do not follow the speed of the machine",
         area="cost model",
         file="hf_spec/drafting/cost_model/cost_curves.py",
-        old="SMALLEST_LIFETIME = 4 * LIFETIME",
-        new="SMALLEST_LIFETIME = LIFETIME",
+        old="slowdown = median_low(self._slowdowns)",
+        new="slowdown = 1.0",
+        tests=("tests/drafting/cost_model/test_cost_curves.py",),
+    ),
+    Mutant(
+        "drafts larger than all before seem as cheap as on an idle device",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/cost_curves.py",
+        old="return max(cost, seconds[-1] + slope * (size - sizes[-1]))",
+        new="return cost",
         tests=("tests/drafting/cost_model/test_cost_curves.py",),
     ),
     Mutant(

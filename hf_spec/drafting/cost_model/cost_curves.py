@@ -49,14 +49,13 @@ NUM_TIMINGS = 15
 # A single timing of more than this many times the estimate before is not believed, until there is a
 # second one: a size that seems too expensive would never be timed again.
 LARGEST_FACTOR = 1.5
-# The timings of a size are dropped after this many timings of other sizes: the machine may have
-# been slower then.
-LIFETIME = 100
-# The same for the smallest size, by which the others are judged: rounds without a draft, of which a
-# generation that always drafts has none by itself.
-SMALLEST_LIFETIME = 4 * LIFETIME
+# The timings of a size are dropped after this many timings of other sizes.
+LIFETIME = 400
 # Timings of one size after which its cost is considered known.
 NUM_RELIABLE = 2
+# Last timings of known sizes whose median shows how slow the machine is at the moment. It may be a
+# fifth slower in one minute than in another, and a generation may run rounds of one size only.
+NUM_SLOWDOWNS = 5
 # A forward pass may be larger than all that were timed by this factor, or by this number of nodes:
 # at high loads every node costs, and the expected cost is low.
 GROWTH, MORE_NODES = 1.5, 7
@@ -95,8 +94,8 @@ class SizeTimings(NamedTuple):
         before: estimate before the first timing.
         number: number of timings.
         last: index of the last timing among those of all sizes.
-        seconds: the last `NUM_TIMINGS`.
-        cost: the estimate.
+        seconds: the last `NUM_TIMINGS`, divided by the slowdown at their time.
+        cost: the estimate, divided by the slowdown.
         is_believed: True if the estimate follows from the timings.
     """
 
@@ -118,6 +117,10 @@ class SizeTimings(NamedTuple):
 class LearnedCurve:
     """Cost by size from medians of timings: interpolated between knots, proportional beyond them.
 
+    Beyond the largest knot, a node costs at least as much as on average between the knots: where
+    arithmetic limits the speed, the expected cost is too low. Timings of known sizes show how slow
+    the machine is at the moment; the costs of all sizes are scaled by it.
+
     `expected` costs, in any unit, are used for proportions and before the first timing. Generations
     in several threads may share a curve: data is replaced, never modified.
     """
@@ -127,6 +130,7 @@ class LearnedCurve:
         # size -> its timings; sizes ascend.
         self._timings: dict[float, SizeTimings] = {}
         self._points: tuple[list[float], list[float]] = ([], [])
+        self._slowdowns: tuple[float, ...] = (1.0,) * NUM_SLOWDOWNS
         self._count = 0
 
     @property
@@ -147,7 +151,11 @@ class LearnedCurve:
         if sizes[0] < size <= sizes[-1]:
             return interpolate(sizes, seconds, size)
         nearest = 0 if size <= sizes[0] else -1
-        return seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
+        cost = seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
+        if nearest == 0 or len(sizes) == 1:
+            return cost
+        slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+        return max(cost, seconds[-1] + slope * (size - sizes[-1]))
 
     @property
     def largest_trial(self) -> float:
@@ -162,16 +170,15 @@ class LearnedCurve:
         known = self if self.has_timings and self(size) > 0 else self._expected
         scale = known(knot) / known(size)
         before = self(knot) if self.has_timings else scale * expected
-        timings = self._timings.get(knot, SizeTimings(before))
+        timings = self._timings.get(knot, SizeTimings(before / median_low(self._slowdowns)))
+        if size == knot and timings.number >= NUM_RELIABLE and timings.cost > 0:
+            self._slowdowns = (*self._slowdowns[1:], seconds / timings.cost)
+        slowdown = median_low(self._slowdowns)
         self._count += 1
-        new = {**self._timings, knot: timings.with_timing(scale * seconds, self._count)}
-        oldest, smallest = self._count - LIFETIME, min(new)
-        self._timings = {
-            knot: of
-            for knot, of in sorted(new.items())
-            if of.last > (self._count - SMALLEST_LIFETIME if knot == smallest else oldest)
-        }
-        self._points = list(self._timings), [of.cost for of in self._timings.values()]
+        new = {**self._timings, knot: timings.with_timing(scale * seconds / slowdown, self._count)}
+        oldest = self._count - LIFETIME
+        self._timings = {knot: of for knot, of in sorted(new.items()) if of.last > oldest}
+        self._points = list(self._timings), [slowdown * of.cost for of in self._timings.values()]
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,8 @@ class CostModelDrafter(Drafter):
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Return the best nodes of all drafts, or one draft that cannot be merged or cut."""
+        start = time.perf_counter()
+        self._round_seconds, self._round_start = start - self._round_start, start
         self._timer.begin()
         costs, measures_plain = self._costs, self._measures_plain_steps(len(limits))
         max_depths = {
@@ -167,7 +169,7 @@ class CostModelDrafter(Drafter):
             for row, limit in limits.items()
         }
         trees = {row: MergedTree(state.tokens[row][-1]) for row in max_depths}
-        free_seconds = self._free_seconds = self._draft_free(state, max_depths, trees)
+        drafted = self._draft_free(state, max_depths, trees)
         host = median_low(self._host_seconds) if self._host_seconds else 0.0
         largest = math.inf if self._times is None else self._times.verify.largest_trial
         choose = partial(
@@ -177,6 +179,7 @@ class CostModelDrafter(Drafter):
         reading = {s.name: self._reading_seconds(s, state, max_depths) for s in self.assistants}
         horizon = Horizon(sum(limits.values()), reading)
         plan = choose_sources(base, trees, self.assistants, max_depths, horizon)
+        planned = time.perf_counter()
         whole: DraftTree | None = None
         for source in self.assistants:
             drafter, depths = source.drafter, self._draft_depths(source, plan, max_depths)
@@ -196,6 +199,7 @@ class CostModelDrafter(Drafter):
                 whole = source.tree
             else:
                 source.merge_into(trees)
+        assistant_seconds = time.perf_counter() - planned
         if whole is None:
             # A draft that took longer than expected is no reason to send fewer of its nodes.
             spent = plan.draft_seconds or self._timer.draft_seconds()
@@ -204,8 +208,12 @@ class CostModelDrafter(Drafter):
             whole, size = DraftTree.from_drafts(drafts, state.num_rows), best.nodes
         else:
             size = whole.num_nodes
-        if free_seconds is not None:
-            self._backoff.record(whole.num_nodes > len(trees), free_seconds, self._round_seconds)
+        self._free_seconds = None
+        if drafted:
+            self._free_seconds = time.perf_counter() - start - assistant_seconds
+            self._backoff.record(
+                whole.num_nodes > len(trees), self._free_seconds, self._round_seconds
+            )
         self._counts["rounds"] += len(trees)
         self._counts["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in trees)
         self._timer.mark_sent(size)
@@ -228,20 +236,18 @@ class CostModelDrafter(Drafter):
         state: GenerationState,
         max_depths: Mapping[int, int],
         trees: Mapping[int, MergedTree],
-    ) -> float | None:
-        """Run the drafters without a model; return their time on the host, None if they wait."""
-        start = time.perf_counter()
-        self._round_seconds, self._round_start = start - self._round_start, start
+    ) -> bool:
+        """Run the drafters without a model; return False if they wait, or nothing is wanted."""
         # With configured costs, nothing depends on times of this machine.
         if self._times is not None and self.free and not self._backoff.is_due():
             for source in self.free:
                 source.skip()
-            return None
+            return False
         for source in self.free:
             depths = {row: min(n, source.useful_depth(row)) for row, n in max_depths.items()}
             source.draft(state, depths)
             source.merge_into(trees)
-        return time.perf_counter() - start if any(max_depths.values()) else None
+        return bool(self.free) and any(max_depths.values())
 
     def _measures_plain_steps(self, rows: int) -> bool:
         """Return True if nothing is drafted, because the cost of a plain step is not known."""

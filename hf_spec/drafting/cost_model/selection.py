@@ -24,6 +24,9 @@ from hf_spec.drafting.cost_model.cost_curves import Costs
 # The expected saving must be this many times the time of reading: expected rates may be wrong, and
 # the generation may end early.
 SAVING_FACTOR = 2.0
+# A round with a draft must promise this many times the rate of one without: expected rates and costs
+# are estimates, and the best of many choices seems better than it is.
+MIN_GAIN = 1.03
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ def choose_nodes(
     seconds[1:] = [time + host_seconds for time in seconds[1:]]
     rates = list(map(_rate, totals[: len(seconds)], seconds))
     count = max(range(len(rates)), key=rates.__getitem__)
+    count = count if rates[count] >= MIN_GAIN * rates[0] else 0
     best = PlannedRound(costs, totals[count], sizes[count], draft_seconds)
     chosen: dict[int, list[int]] = {row: [] for row in trees}
     for _, row, node in ranked[:count]:
