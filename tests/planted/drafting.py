@@ -41,6 +41,22 @@ MUTANTS = (
         tests=("tests/drafting/cost_model/test_cost_curves.py",),
     ),
     Mutant(
+        "the cost of plain steps is forgotten like that of others",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/cost_curves.py",
+        old="SMALLEST_LIFETIME = 4 * LIFETIME",
+        new="SMALLEST_LIFETIME = LIFETIME",
+        tests=("tests/drafting/cost_model/test_cost_curves.py",),
+    ),
+    Mutant(
+        "drafts are sent that promise next to nothing",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/selection.py",
+        old="MIN_GAIN = 1.03",
+        new="MIN_GAIN = 1.0",
+        tests=("tests/drafting/cost_model/test_selection.py",),
+    ),
+    Mutant(
         "costs of other sizes do not follow the speed of the machine",
         area="cost model",
         file="hf_spec/drafting/cost_model/cost_curves.py",

@@ -49,8 +49,11 @@ NUM_TIMINGS = 15
 # A single timing of more than this many times the estimate before is not believed, until there is a
 # second one: a size that seems too expensive would never be timed again.
 LARGEST_FACTOR = 1.5
-# The timings of a size are dropped after this many timings of other sizes.
-LIFETIME = 400
+# The timings of a size are dropped after this many timings of other sizes: they may have been wrong.
+LIFETIME = 100
+# The same for the smallest size, by which the others are judged: rounds without a draft, of which a
+# generation that always drafts has none by itself.
+SMALLEST_LIFETIME = 4 * LIFETIME
 # Timings of one size after which its cost is considered known.
 NUM_RELIABLE = 2
 # Last timings of known sizes whose median shows how slow the machine is at the moment. It may be a
@@ -117,7 +120,7 @@ class SizeTimings(NamedTuple):
 class LearnedCurve:
     """Cost by size from medians of timings: interpolated between knots, proportional beyond them.
 
-    Beyond the largest knot, a node costs at least as much as on average between the knots: where
+    Beyond the largest knot, a node costs at least as much as between half of it and it: where
     arithmetic limits the speed, the expected cost is too low. Timings of known sizes show how slow
     the machine is at the moment; the costs of all sizes are scaled by it.
 
@@ -152,9 +155,10 @@ class LearnedCurve:
             return interpolate(sizes, seconds, size)
         nearest = 0 if size <= sizes[0] else -1
         cost = seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
-        if nearest == 0 or len(sizes) == 1:
+        before = bisect_left(sizes, sizes[-1] / 2)
+        if nearest == 0 or before == len(sizes) - 1:
             return cost
-        slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+        slope = (seconds[-1] - seconds[before]) / (sizes[-1] - sizes[before])
         return max(cost, seconds[-1] + slope * (size - sizes[-1]))
 
     @property
@@ -176,8 +180,12 @@ class LearnedCurve:
         slowdown = median_low(self._slowdowns)
         self._count += 1
         new = {**self._timings, knot: timings.with_timing(scale * seconds / slowdown, self._count)}
-        oldest = self._count - LIFETIME
-        self._timings = {knot: of for knot, of in sorted(new.items()) if of.last > oldest}
+        oldest, smallest = self._count - LIFETIME, min(new)
+        self._timings = {
+            knot: of
+            for knot, of in sorted(new.items())
+            if of.last > (self._count - SMALLEST_LIFETIME if knot == smallest else oldest)
+        }
         self._points = list(self._timings), [slowdown * of.cost for of in self._timings.values()]
 
 

@@ -17,6 +17,7 @@ from hf_spec.drafting.cost_model.cost_curves import (
     MAX_UNREAD,
     NODE_COST,
     READ_COST,
+    SMALLEST_LIFETIME,
     Costs,
     Curve,
     LearnedCurve,
@@ -111,6 +112,15 @@ class TestLearnedCurve:
         known.learn(1, 1.0)
         assert known(8) == pytest.approx(4.5)
 
+    def test_the_smallest_size_is_remembered_longer(self) -> None:
+        known = curve((1, 1.0), (8, 2.0), *[(16, 3.0)] * (LIFETIME - 1))
+        assert known(8) == pytest.approx(2.0)
+        known.learn(16, 3.0)
+        assert known(8) == pytest.approx(1 + 2 * 7 / 15)
+        for _ in range(SMALLEST_LIFETIME - LIFETIME):
+            known.learn(16, 3.0)
+        assert known(1) == pytest.approx(3.0 * 2 / 17)
+
     def test_timings_of_one_size_show_how_slow_the_machine_is(self) -> None:
         """Else a step without a draft would seem slow after a machine got faster."""
         known = curve(*[(16, 1.0)] * 3, *[(20, 1.2)] * 3)
@@ -131,6 +141,11 @@ class TestLearnedCurve:
         assert known(40) == pytest.approx(4.0)
         known.learn(24, 1.6)
         assert known(40) == pytest.approx(1.6 * 1.40 / 1.24)
+        # The second node of a round costs the most, which says nothing about others.
+        known = LearnedCurve(lambda size: 1.0 + 0.01 * size)
+        for size, seconds in ((1, 1.0), (4, 1.3)):
+            known.learn(size, seconds)
+        assert known(8) == pytest.approx(1.3 * 1.08 / 1.04)
 
     def test_sizes_grow_by_steps(self) -> None:
         assert curve().largest_trial == math.inf

@@ -96,6 +96,11 @@ class TestNodes:
         assert chosen == {0: [], 1: []}
         assert (best.tokens, best.nodes) == (2, 2)
 
+    def test_a_draft_must_promise_more_than_a_little(self) -> None:
+        for reach, sent in ((0.07, []), (0.1, [1])):
+            _, chosen = choose_nodes(costs(0.05), {0: tree((0, reach))}, 40)
+            assert chosen[0] == sent
+
     def test_rows_share_a_forward_but_not_a_choice(self) -> None:
         proposed = {0: tree((0, 0.9), (1, 0.8)), 3: tree((0, 0.04), (0, 0.6))}
         _, chosen = choose_nodes(costs(0.1), proposed, 40)
