@@ -49,7 +49,7 @@ NUM_TIMINGS = 15
 # A single timing of more than this many times the estimate before is not believed, until there is a
 # second one: a size that seems too expensive would never be timed again.
 LARGEST_FACTOR = 1.5
-# The timings of a size are dropped after this many timings of other sizes: they may have been wrong.
+# The timings of a size are dropped after this many timings of other sizes: they may be wrong.
 LIFETIME = 100
 # The same for the smallest size, by which the others are judged: rounds without a draft, of which a
 # generation that always drafts has none by itself.

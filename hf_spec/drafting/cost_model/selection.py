@@ -24,8 +24,8 @@ from hf_spec.drafting.cost_model.cost_curves import Costs
 # The expected saving must be this many times the time of reading: expected rates may be wrong, and
 # the generation may end early.
 SAVING_FACTOR = 2.0
-# A round with a draft must promise this many times the rate of one without: expected rates and costs
-# are estimates, and the best of many choices seems better than it is.
+# A round with a draft must promise this many times the rate of one without: rates and costs are
+# estimates, and the best of many choices seems better than it is.
 MIN_GAIN = 1.03
 
 
