@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.disco.ablation import ranked_right
+from examples.studies.models import load_model
 from examples.studies.timing import shown
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.common.files import write_json
@@ -227,12 +227,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).eval()
+    model, tokenizer = load_model(options.model, options.dtype)
     draft = resolve_draft_model("disco", options.assistant, model)
     adapter = load_adapter(options.classifier, "disco")
     classifier = DiscoClassifier.from_adapter(adapter)
     prompts = load_prompts(per_task=options.per_task)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
     responses = answers(model, tokenizer, prompts, options.new_tokens)
     with TemporaryDirectory() as folder:
         observed = observe(model, draft, responses, Path(folder), "hard")

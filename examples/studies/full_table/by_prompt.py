@@ -180,8 +180,8 @@ def run(options: argparse.Namespace, subject: Subject, facts: Mapping[str, Any])
         "processor_time": options.processor_time,
         "new_tokens": options.new_tokens,
         "repeats": options.repeats,
-        "strategies": options.strategy,
-        "assistants": options.assistant,
+        "strategies": [one.name for one in subject.contenders if one.ours][1:],
+        "assistants": list(map(timing.shown, options.assistant)),
         "compile": options.compile,
         **facts,
     }

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies import timing
+from examples.studies.models import load_model
 from hf_spec import GsdConfig
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
@@ -196,9 +196,9 @@ def main(argv: list[str] | None = None) -> None:
     thresholds = [(low, ratio) for low, ratio in options.thresholds or THRESHOLDS]
     varied = thresholds, lengths or MERGE_LENGTHS, options.max_nodes or MAX_NODES
     wanted = list(settings(*varied, options.max_draft_nodes, options.children))
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).eval()
+    model, tokenizer = load_model(options.model, options.dtype)
     draft = resolve_draft_model("gsd", options.assistant, model)
-    pair = Pair(model, draft, AutoTokenizer.from_pretrained(options.model))
+    pair = Pair(model, draft, tokenizer)
     facts = {
         "environment": environment(),
         "model": timing.shown(options.model),

@@ -28,6 +28,7 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 
+from examples.studies.models import load_model
 from hf_spec.common.machine import environment
 
 SUMS, FUNCTIONS = TASKS = ("sums", "functions")
@@ -181,15 +182,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--add", action="store_true", help="to what the record has")
     options = parser.parse_args(argv)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from hf_spec.common.small_models import smollm2_135m_instruct
 
     torch.set_num_threads(options.threads)
     folder = options.model or smollm2_135m_instruct()
-    dtype = getattr(torch, options.dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(folder, options.dtype)
     runs: list[dict[str, Any]] = []
     if options.add:
         runs = json.loads(options.out.read_text("utf-8"))["runs"]

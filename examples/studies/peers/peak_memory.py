@@ -23,14 +23,14 @@ from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.tables import Table
 
 
-def peak(options: argparse.Namespace, strategies: list[str]) -> int:
-    """Answer a prompt, plainly without strategies; return the peak of this process in bytes."""
+def peak(options: argparse.Namespace, strategies: list[str]) -> tuple[str, int]:
+    """Answer a prompt, plainly without strategies; return name and bytes of the process's peak."""
     options.strategy = strategies
     model, _ = by_prompt.begin(options)
     contender = by_prompt.ours(model, options)[-1]
     (ids, *_) = (p.encode(AutoTokenizer.from_pretrained(options.model)) for p in load_prompts())
     contender.run(ids, options.new_tokens, torch.ones_like(ids))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return contender.name, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,13 +41,13 @@ def main(argv: list[str] | None = None) -> None:
     by_prompt.add_options(parser)
     options = parser.parse_args(argv)
     entries = [[], *([strategy] for strategy in options.strategy)]
-    names = ["plain", *options.strategy]
     # A forked process would begin with the peak of this one.
     workers = partial(ProcessPoolExecutor, 1, multiprocessing.get_context("spawn"))
     peaks = {}
-    for name, entry in zip(names, entries, strict=True):
+    for entry in entries:
         with workers() as worker:
-            peaks[name] = worker.submit(peak, options, entry).result()
+            name, found = worker.submit(peak, options, entry).result()
+        peaks[name] = found
     rows = [[name, f"{found / 1e9:.2f}"] for name, found in peaks.items()]
     print(Table(["strategy", "peak, GB"], rows).markdown())
     timing.write_record(options, {"new_tokens": options.new_tokens, "peak_bytes": peaks})

@@ -27,8 +27,9 @@ from typing import Any
 
 import httpx2
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from examples.studies.models import load_model
 from examples.studies.serving.load import Server, reference, served
 from hf_spec.common.machine import environment
 from hf_spec.common.small_models import smollm2_135m_instruct
@@ -215,8 +216,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if arguments.model is None:
         arguments.model = str(folder / "model")
         write_tiny_model(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32").eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model, tokenizer = load_model(arguments.model)
     texts = [f"Write a story about the number {number}." for number in range(20)]
     expected = reference(model, tokenizer, texts, 12)
     del model

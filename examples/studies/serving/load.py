@@ -32,8 +32,8 @@ from typing import Any
 import httpx2
 import openai
 import psutil
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.studies.models import load_model
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.tables import Table
@@ -257,8 +257,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start the servers, send the requests in turns, and sum up."""
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32").eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model, tokenizer = load_model(arguments.model)
     texts = [prompt.turns[0][: arguments.letters] for prompt in load_prompts()][: arguments.prompts]
     expected = reference(model, tokenizer, texts, arguments.new_tokens)
     del model

@@ -171,7 +171,7 @@ def test_a_family_reads_the_state_before_the_norm() -> None:
     assert BEFORE_NORM in eagle("eagle3", 3, 1, 0)().hidden_layers
 
 
-@pytest.mark.by_default(name=("llama", "gemma3"))
+@pytest.mark.by_default(name=("falcon", "eagle"))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_graphs_are_captured_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES[name]
