@@ -237,9 +237,13 @@ class DraftSource:
 
     def useful_depth(self, row: int) -> int:
         """Return the depth at which the best node still has `MIN_REACH`, without probabilities."""
-        reach, depth = 1.0, 0
+        rates = self._stats[row].nodes
+        reach, rate, depth = 1.0, 1.0, 0
         while depth < self.depth:
-            reach *= self._stats[row].nodes.rate((min(depth + 1, DEPTH_KINDS), 0))
+            # All deeper nodes have the rate of the last kind.
+            if depth < DEPTH_KINDS:
+                rate = rates.rate((depth + 1, 0))
+            reach *= rate
             if reach < MIN_REACH:
                 break
             depth += 1

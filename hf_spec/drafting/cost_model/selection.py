@@ -158,6 +158,8 @@ def choose_sources(
     `base` is the best round over the existing drafts, `trees`, without running any of `sources`;
     `max_depths` bounds the drafts per row.
     """
+    if not sources:
+        return base
     reach_by_depth = {
         row: dict(enumerate(tree.reach_by_depth(), start=1)) for row, tree in trees.items()
     }
