@@ -54,6 +54,8 @@ LIFETIME = 100
 # The same for the smallest size, by which the others are judged: rounds without a draft, of which a
 # generation that always drafts has none by itself.
 SMALLEST_LIFETIME = 4 * LIFETIME
+# The timings of a size are up to date for this many timings.
+FRESH = 32
 # Timings of one size after which its cost is considered known.
 NUM_RELIABLE = 2
 # Last timings of known sizes whose median shows how slow the machine is at the moment. It may be a
@@ -146,6 +148,11 @@ class LearnedCurve:
         known = self._timings.items()
         return any(of.number >= NUM_RELIABLE and knot <= size for knot, of in known)
 
+    def is_fresh(self, size: float) -> bool:
+        """Return True if `size` is known and one of the last timings was of it."""
+        known = self._timings.get(_knot(size))
+        return known is not None and known.last > self._count - FRESH
+
     def __call__(self, size: float) -> float:
         """Return the cost of `size`: in seconds, or as `expected` before the first timing."""
         sizes, seconds = self._points
@@ -169,7 +176,7 @@ class LearnedCurve:
 
     def learn(self, size: float, seconds: float, expected: float = math.inf) -> None:
         """Record one timing at the knot from `size` on; `expected` is for the first of all."""
-        knot = KNOTS[min(bisect_left(KNOTS, size), len(KNOTS) - 1)]
+        knot = _knot(size)
         # The known costs define the step from one size to another.
         known = self if self.has_timings and self(size) > 0 else self._expected
         scale = known(knot) / known(size)
@@ -215,9 +222,11 @@ class RoundTimes:
 
     Attributes:
         verify: time of the target's forward pass by nodes.
+        idle_drafts: last drafts in a row, without a model, of which no node was sent.
     """
 
     def __init__(self) -> None:
+        self.idle_drafts = 0
         self._memories: dict[int, DraftMemory] = {}
         self.verify = LearnedCurve(lambda nodes: 1.0 + NODE_COST * nodes)
         self._draft: dict[str, LearnedCurve] = {}
@@ -312,6 +321,10 @@ def cached_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> Round
         CompiledLayers.of(target).wanted,
     )
     return cached_per_model(target, ("rounds", num_rows, machine, key), RoundTimes)
+
+
+def _knot(size: float) -> float:
+    return KNOTS[min(bisect_left(KNOTS, size), len(KNOTS) - 1)]
 
 
 def check_timings(timings: object) -> None:

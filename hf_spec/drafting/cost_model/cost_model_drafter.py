@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,10 @@ from hf_spec.drafting.cost_model.cost_curves import NUM_TIMINGS, Costs, RoundTim
 from hf_spec.drafting.cost_model.exploration import Backoff
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
 from hf_spec.drafting.cost_model.selection import (
+    MIN_GAIN,
+    STALE_GAIN,
     Horizon,
+    NodeLimits,
     PlannedRound,
     choose_nodes,
     choose_sources,
@@ -134,7 +137,8 @@ class CostModelDrafter(Drafter):
             memory = None if times is None else times.memory(index, source.prior)
             source.start(state.num_rows, memory)
         self._plain_steps = self._rounds = 0
-        self._backoff, self._round_start, self._round_seconds = Backoff(), -math.inf, 0.0
+        self._backoff = Backoff.after(0 if times is None else times.idle_drafts)
+        self._round_start, self._round_seconds = -math.inf, 0.0
         self._free_seconds: float | None = None
         self._host_seconds: deque[float] = deque(maxlen=NUM_TIMINGS)
         self._timer = RoundTimer(clock_of(state.device), self._costs, self._times)
@@ -170,16 +174,53 @@ class CostModelDrafter(Drafter):
         }
         trees = {row: MergedTree(state.tokens[row][-1]) for row in max_depths}
         drafted = self._draft_free(state, max_depths, trees)
+        if not drafted and not self.assistants:
+            self._free_seconds = None
+            roots = {row: tree.subtree(()) for row, tree in trees.items()}
+            return self._send(DraftTree.from_drafts(roots, state.num_rows), trees, len(trees))
         host = median_low(self._host_seconds) if self._host_seconds else 0.0
-        largest = math.inf if self._times is None else self._times.verify.largest_trial
         choose = partial(
-            choose_nodes, costs, trees, self.max_nodes, max_size=largest, host_seconds=host
+            choose_nodes, costs, trees, self._node_limits(len(trees)), host_seconds=host
         )
-        base, _ = choose()
+        best, nodes = choose()
+        whole, assistant_seconds = None, 0.0
+        if self.assistants:
+            before, tokens = time.perf_counter(), sum(limits.values())
+            whole, expected = self._draft_assistants(state, max_depths, trees, best, tokens)
+            assistant_seconds = time.perf_counter() - before
+            # Drafts that took longer than expected do not change the number of nodes to send.
+            best, nodes = choose(draft_seconds=expected or self._timer.draft_seconds())
+        if whole is None:
+            drafts = {row: tree.subtree(nodes[row]) for row, tree in trees.items()}
+            whole, size = DraftTree.from_drafts(drafts, state.num_rows), best.nodes
+        else:
+            size = whole.num_nodes
+        self._free_seconds = None
+        if drafted:
+            self._free_seconds = time.perf_counter() - start - assistant_seconds
+            self._backoff.record(
+                whole.num_nodes > len(trees), self._free_seconds, self._round_seconds
+            )
+            if self._times is not None:
+                self._times.idle_drafts = self._backoff.idle
+        return self._send(whole, trees, size)
+
+    def _draft_assistants(
+        self,
+        state: GenerationState,
+        max_depths: Mapping[int, int],
+        trees: Mapping[int, MergedTree],
+        base: PlannedRound,
+        tokens: int,
+    ) -> tuple[DraftTree | None, float]:
+        """Run the assistants that pay or are tried; merge their drafts into `trees`.
+
+        At most `tokens` are still to come, and `base` is the best round without assistants. Returns
+        a draft that must be sent as it is, if there is one, and the expected drafting time.
+        """
         reading = {s.name: self._reading_seconds(s, state, max_depths) for s in self.assistants}
-        horizon = Horizon(sum(limits.values()), reading)
+        horizon = Horizon(tokens, reading)
         plan = choose_sources(base, trees, self.assistants, max_depths, horizon)
-        planned = time.perf_counter()
         whole: DraftTree | None = None
         for source in self.assistants:
             drafter, depths = source.drafter, self._draft_depths(source, plan, max_depths)
@@ -199,25 +240,7 @@ class CostModelDrafter(Drafter):
                 whole = source.tree
             else:
                 source.merge_into(trees)
-        assistant_seconds = time.perf_counter() - planned
-        if whole is None:
-            # A draft that took longer than expected is no reason to send fewer of its nodes.
-            spent = plan.draft_seconds or self._timer.draft_seconds()
-            best, nodes = choose(draft_seconds=spent)
-            drafts = {row: tree.subtree(nodes[row]) for row, tree in trees.items()}
-            whole, size = DraftTree.from_drafts(drafts, state.num_rows), best.nodes
-        else:
-            size = whole.num_nodes
-        self._free_seconds = None
-        if drafted:
-            self._free_seconds = time.perf_counter() - start - assistant_seconds
-            self._backoff.record(
-                whole.num_nodes > len(trees), self._free_seconds, self._round_seconds
-            )
-        self._counts["rounds"] += len(trees)
-        self._counts["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in trees)
-        self._timer.mark_sent(size)
-        return whole
+        return whole, plan.draft_seconds
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Record the round's time, and update every drafter."""
@@ -230,6 +253,13 @@ class CostModelDrafter(Drafter):
             self._host_seconds.append(self._free_seconds + time.perf_counter() - start)
         for source in self.assistants:
             source.observe(verdict, output)
+
+    def _send(self, tree: DraftTree, rows: Collection[int], size: float) -> DraftTree:
+        """Count the round in which the target runs `tree`, as many nodes as `size`; return it."""
+        self._counts["rounds"] += len(rows)
+        self._counts["idle_rounds"] += sum(len(tree.nodes(row)) == 1 for row in rows)
+        self._timer.mark_sent(size)
+        return tree
 
     def _draft_free(
         self,
@@ -256,6 +286,13 @@ class CostModelDrafter(Drafter):
         self._plain_steps += self._timer.was_timed
         self._rounds += 1
         return self._plain_steps < PLAIN_STEPS and self._rounds <= MOST_PLAIN_STEPS
+
+    def _node_limits(self, rows: int) -> NodeLimits:
+        if self._times is None:
+            return NodeLimits(self.max_nodes)
+        known = self._times.verify
+        min_gain = MIN_GAIN if known.is_fresh(rows) else STALE_GAIN
+        return NodeLimits(self.max_nodes, known.largest_trial, min_gain)
 
     def _reading_seconds(
         self, source: DraftSource, state: GenerationState, rows: Iterable[int]

@@ -76,6 +76,14 @@ class Backoff:
     idle: int = 0
     wait: int = 0
 
+    @classmethod
+    def after(cls, idle: int) -> Backoff:
+        """Return the start of a generation: half as patient, since other texts may repeat more.
+
+        Before it, `idle` drafts in a row were not sent.
+        """
+        return cls(min(idle, MOST_IDLE) // 2)
+
     def is_due(self) -> bool:
         """Return True if they draft in this round; called once per round."""
         self.wait -= 1

@@ -26,7 +26,10 @@ from hf_spec.drafting.cost_model.cost_curves import Costs
 SAVING_FACTOR = 2.0
 # A round with a draft must promise this many times the rate of one without: rates and costs are
 # estimates, and the best of many choices seems better than it is.
-MIN_GAIN = 1.03
+MIN_GAIN = 1.05
+# The same if the cost of a round without a draft is not up to date. A round without a draft is run
+# then, and timed.
+STALE_GAIN = 1.5
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,21 @@ class PlannedRound:
         return self.rate * seconds
 
 
+@dataclass(frozen=True)
+class NodeLimits:
+    """What a round may send.
+
+    Attributes:
+        row_nodes: most nodes of a row, root excluded.
+        size: most nodes of all rows, roots included.
+        min_gain: least rate of a round with drafts, as a multiple of that of one without.
+    """
+
+    row_nodes: int
+    size: float = math.inf
+    min_gain: float = MIN_GAIN
+
+
 def _rate(tokens: float, seconds: float) -> float:
     # Configured timings may be 0.
     return tokens / max(seconds, 1e-9)
@@ -96,33 +114,30 @@ def _by_reach(entry: tuple[float, int, int]) -> float:
 def choose_nodes(
     costs: Costs,
     trees: Mapping[int, MergedTree],
-    max_nodes: int,
+    limits: NodeLimits,
     draft_seconds: float = 0.0,
-    max_size: float = math.inf,
     host_seconds: float = 0.0,
 ) -> tuple[PlannedRound, dict[int, list[int]]]:
     """Return the fastest round over the drafts of all rows, and its nodes per row.
 
-    At most `max_nodes` nodes of a row are sent, and at most `max_size` of all rows with their
-    roots. Only rounds with drafts cost `host_seconds`: they have been spent, but are saved by later
-    rounds if drafts do not pay.
+    Only rounds with drafts cost `host_seconds`: they have been spent, but are saved by later rounds
+    if drafts do not pay.
     """
     ranked: list[tuple[float, int, int]] = []
     for row, tree in trees.items():
         nodes = [(reach, row, node) for node, reach in enumerate(tree.best_reach)][1:]
         # Parents precede their children, and sorting is stable.
-        ranked += sorted(nodes, key=_by_reach)[:max_nodes]
+        ranked += sorted(nodes, key=_by_reach)[: limits.row_nodes]
     ranked.sort(key=_by_reach)
     totals = list(accumulate((reach for reach, _, _ in ranked), initial=float(len(trees))))
     # The roots are always run.
-    sizes = [size for size in _forward_sizes(costs, trees, ranked) if size <= max_size] or [
-        float(len(trees))
-    ]
+    known = _forward_sizes(costs, trees, ranked)
+    sizes = [size for size in known if size <= limits.size] or [float(len(trees))]
     seconds = [costs.verify(size) + draft_seconds for size in sizes]
     seconds[1:] = [time + host_seconds for time in seconds[1:]]
     rates = list(map(_rate, totals[: len(seconds)], seconds))
     count = max(range(len(rates)), key=rates.__getitem__)
-    count = count if rates[count] >= MIN_GAIN * rates[0] else 0
+    count = count if rates[count] >= limits.min_gain * rates[0] else 0
     best = PlannedRound(costs, totals[count], sizes[count], draft_seconds)
     chosen: dict[int, list[int]] = {row: [] for row in trees}
     for _, row, node in ranked[:count]:

@@ -13,6 +13,7 @@ from hf_spec.common.errors import OptionError
 from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_PRIOR
 from hf_spec.drafting.cost_model.cost_curves import (
     FORWARD_COST,
+    FRESH,
     LIFETIME,
     MAX_UNREAD,
     NODE_COST,
@@ -105,6 +106,14 @@ class TestLearnedCurve:
             assert curve(*[(1, seconds) for seconds in first])(1) == 1.1
             assert curve(*[(1, seconds) for seconds in first[:2]])(1) == min(first[:2])
         assert curve((4, 90.0), (1, 1.0), (4, 2.0))(4) == 2.0
+
+    def test_what_was_not_timed_lately_is_not_fresh(self) -> None:
+        known = curve((1, 1.0), *[(8, 2.0)] * (FRESH - 1))
+        assert known.is_fresh(1)
+        assert not known.is_fresh(4)
+        known.learn(8, 2.0)
+        assert not known.is_fresh(1)
+        assert known.is_fresh(8)
 
     def test_what_was_learned_long_ago_is_forgotten(self) -> None:
         known = curve((8, 9.0), *[(1, 1.0)] * (LIFETIME - 1))

@@ -539,6 +539,19 @@ class TestLoads:
         load.run(copies, 300)
         # A tenth of a round each.
         assert 10 < copies.drafted < 60
+        # The next generation waits sooner.
+        before = copies.drafted
+        load.run(copies, 20)
+        assert copies.drafted - before <= 5
+
+    def test_a_machine_that_gets_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its first steps were slow, so that drafts that do not pay seem to."""
+        # Three steps of 16 nodes each.
+        load = Load(monkeypatch, 16, lambda n: n * (1.3 if load.now < 60 else 1.0))
+        speeds, sent = load.run(Copies(0.6, 1.0), 200)
+        assert sent[:3] == [0, 0, 0]
+        assert all(sent[3:30])
+        assert pace(speeds[100:]) >= 0.98
 
 
 def test_transformers_own_loop_is_refused_with_the_way_out() -> None:

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from hf_spec.drafting.cost_model.exploration import (
+    MOST_IDLE,
     PATIENCE,
     WAIT_PER_STEP,
     Backoff,
@@ -67,6 +68,15 @@ class TestBackoff:
         assert waits[PATIENCE - 1 :][:5] == [1, 2, 4, 8, 16]
         # 0.1 of a round in every 21.
         assert set(waits[PATIENCE + 4 :]) == {20}
+
+    def test_the_next_generation_waits_sooner(self) -> None:
+        """Without sent drafts; it still begins with one."""
+        for idle, first in ((0, PATIENCE), (4, PATIENCE - 2), (MOST_IDLE, 1), (10**6, 1)):
+            backoff, drafts = Backoff.after(idle), 0
+            while backoff.is_due():
+                drafts += 1
+                backoff.record(False, 0.1, 1.0)
+            assert drafts == first
 
     def test_no_wait_where_drafting_takes_little_time(self) -> None:
         backoff = Backoff()

@@ -15,6 +15,7 @@ from hf_spec.drafting.cost_model.cost_curves import Costs, Curve
 from hf_spec.drafting.cost_model.selection import (
     SAVING_FACTOR,
     Horizon,
+    NodeLimits,
     PlannedRound,
     choose_nodes,
     choose_sources,
@@ -55,7 +56,7 @@ class Level:
 
 
 def ask(trees: dict[int, MergedTree], known: Costs, *sources: Any, room: int = 9) -> PlannedRound:
-    base, _ = choose_nodes(known, trees, 40)
+    base, _ = choose_nodes(known, trees, NodeLimits(40))
     return choose_sources(base, trees, sources, dict.fromkeys(trees, room), Horizon())
 
 
@@ -63,11 +64,11 @@ def test_a_branch_costs_what_is_above_it_again() -> None:
     """To recurrent layers, which run every path by itself."""
     branched = tree((0, 0.9), (1, 0.8), (2, 0.7), (2, 0.3))
     attending, recurrent = costs(0.05), replace(costs(0.05), branch=1.0)
-    best, chosen = choose_nodes(attending, {0: branched}, 40)
+    best, chosen = choose_nodes(attending, {0: branched}, NodeLimits(40))
     assert (chosen[0], best.nodes) == ([1, 2, 3, 4], 5)
-    best, chosen = choose_nodes(recurrent, {0: branched}, 40)
+    best, chosen = choose_nodes(recurrent, {0: branched}, NodeLimits(40))
     assert (chosen[0], best.nodes) == ([1, 2, 3], 4)
-    best, _ = choose_nodes(replace(costs(0.0), branch=0.5), {0: branched}, 40)
+    best, _ = choose_nodes(replace(costs(0.0), branch=0.5), {0: branched}, NodeLimits(40))
     assert best.nodes == 5 + 0.5 * 3
 
 
@@ -80,7 +81,7 @@ class TestNodes:
             for parent in parents:
                 above = 1.0 if not parent else nodes[parent - 1][1]
                 nodes.append((parent, above * float(torch.rand((), generator=generator))))
-            best, chosen = choose_nodes(costs(0.15), {0: tree(*nodes)}, 40)
+            best, chosen = choose_nodes(costs(0.15), {0: tree(*nodes)}, NodeLimits(40))
             rates = []
             for count in range(8):
                 for some in itertools.combinations(range(1, 8), count):
@@ -92,49 +93,52 @@ class TestNodes:
 
     def test_nothing_where_nothing_pays(self) -> None:
         proposed = {0: tree((0, 0.3), (1, 0.2)), 1: tree((0, 0.1))}
-        best, chosen = choose_nodes(costs(0.5), proposed, 40)
+        best, chosen = choose_nodes(costs(0.5), proposed, NodeLimits(40))
         assert chosen == {0: [], 1: []}
         assert (best.tokens, best.nodes) == (2, 2)
 
     def test_a_draft_must_promise_more_than_a_little(self) -> None:
-        for reach, sent in ((0.07, []), (0.1, [1])):
-            _, chosen = choose_nodes(costs(0.05), {0: tree((0, reach))}, 40)
+        for reach, sent in ((0.09, []), (0.11, [1])):
+            _, chosen = choose_nodes(costs(0.05), {0: tree((0, reach))}, NodeLimits(40))
             assert chosen[0] == sent
 
     def test_rows_share_a_forward_but_not_a_choice(self) -> None:
         proposed = {0: tree((0, 0.9), (1, 0.8)), 3: tree((0, 0.04), (0, 0.6))}
-        _, chosen = choose_nodes(costs(0.1), proposed, 40)
+        _, chosen = choose_nodes(costs(0.1), proposed, NodeLimits(40))
         assert chosen == {0: [1, 2], 3: [2]}
 
     def test_most_nodes_of_a_row(self) -> None:
         proposed = {0: tree(*((0, 0.5 - i / 100) for i in range(9))), 1: tree((0, 0.2))}
-        best, chosen = choose_nodes(costs(0.0), proposed, 3)
+        best, chosen = choose_nodes(costs(0.0), proposed, NodeLimits(3))
         assert chosen == {0: [1, 2, 3], 1: [1]}
         assert best.nodes == 6
 
     def test_most_nodes_of_all_rows(self) -> None:
         proposed = {0: tree((0, 0.5), (1, 0.4)), 1: tree((0, 0.9))}
         for most, expected in ((9, [1, 2]), (4, [1]), (3.5, []), (1, [])):
-            best, chosen = choose_nodes(costs(0.0), proposed, 3, max_size=most)
+            best, chosen = choose_nodes(costs(0.0), proposed, NodeLimits(3, most))
             assert chosen[0] == expected
             assert best.nodes == 2 + len(chosen[0]) + len(chosen[1]) <= max(most, 2)
 
     def test_drafting_that_took_time_raises_what_is_sent(self) -> None:
         proposed = {0: tree((0, 0.4), (0, 0.12), (0, 0.06))}
-        sent = [len(choose_nodes(costs(0.1), proposed, 40, spent)[1][0]) for spent in (0.0, 5.0)]
+        sent = [
+            len(choose_nodes(costs(0.1), proposed, NodeLimits(40), spent)[1][0])
+            for spent in (0.0, 5.0)
+        ]
         assert sent == [1, 3]
 
     def test_what_a_draft_takes_on_the_host_is_saved_without_one(self) -> None:
         proposed = {0: tree((0, 0.4), (1, 0.3))}
         for host, expected in ((0.0, [1, 2]), (0.3, [1, 2]), (0.7, [])):
-            _, chosen = choose_nodes(costs(0.1), proposed, 40, host_seconds=host)
+            _, chosen = choose_nodes(costs(0.1), proposed, NodeLimits(40), host_seconds=host)
             assert chosen[0] == expected
 
 
 class TestHorizon:
     def test_a_drafter_that_must_read_first_runs_if_the_rest_saves_that_time(self) -> None:
         known, trees = costs(0.01, good=0.2), {0: tree()}
-        base, _ = choose_nodes(known, trees, 40)
+        base, _ = choose_nodes(known, trees, NodeLimits(40))
         source: Any = Level("good", 0.9, 0.9, 0.9)
         best = choose_sources(base, trees, [source], {0: 9}, Horizon())
         saved = 50 * (1 / base.rate - 1 / best.rate) / SAVING_FACTOR
