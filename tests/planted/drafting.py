@@ -52,8 +52,8 @@ MUTANTS = (
         "a step without a draft is not timed again while all rounds have one",
         area="cost model",
         file="hf_spec/drafting/cost_model/cost_model_drafter.py",
-        old="known.is_fresh(rows)",
-        new="known.has_timings",
+        old="STALE_GAIN if known.is_stale(rows) else MIN_GAIN",
+        new="MIN_GAIN",
         tests=("tests/drafting/cost_model/test_cost_model_drafter.py::TestLoads",),
     ),
     Mutant(

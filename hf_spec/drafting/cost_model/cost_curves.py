@@ -148,10 +148,10 @@ class LearnedCurve:
         known = self._timings.items()
         return any(of.number >= NUM_RELIABLE and knot <= size for knot, of in known)
 
-    def is_fresh(self, size: float) -> bool:
-        """Return True if `size` is known and one of the last timings was of it."""
+    def is_stale(self, size: float) -> bool:
+        """Return True if `size` is known, but none of the last timings was of it."""
         known = self._timings.get(_knot(size))
-        return known is not None and known.last > self._count - FRESH
+        return known is not None and known.last <= self._count - FRESH
 
     def __call__(self, size: float) -> float:
         """Return the cost of `size`: in seconds, or as `expected` before the first timing."""

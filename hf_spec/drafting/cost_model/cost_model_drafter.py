@@ -291,7 +291,7 @@ class CostModelDrafter(Drafter):
         if self._times is None:
             return NodeLimits(self.max_nodes)
         known = self._times.verify
-        min_gain = MIN_GAIN if known.is_fresh(rows) else STALE_GAIN
+        min_gain = STALE_GAIN if known.is_stale(rows) else MIN_GAIN
         return NodeLimits(self.max_nodes, known.largest_trial, min_gain)
 
     def _reading_seconds(

@@ -107,13 +107,13 @@ class TestLearnedCurve:
             assert curve(*[(1, seconds) for seconds in first[:2]])(1) == min(first[:2])
         assert curve((4, 90.0), (1, 1.0), (4, 2.0))(4) == 2.0
 
-    def test_what_was_not_timed_lately_is_not_fresh(self) -> None:
+    def test_what_was_not_timed_lately_is_stale(self) -> None:
         known = curve((1, 1.0), *[(8, 2.0)] * (FRESH - 1))
-        assert known.is_fresh(1)
-        assert not known.is_fresh(4)
+        assert not known.is_stale(1)
+        assert not known.is_stale(4)
         known.learn(8, 2.0)
-        assert not known.is_fresh(1)
-        assert known.is_fresh(8)
+        assert known.is_stale(1)
+        assert not known.is_stale(8)
 
     def test_what_was_learned_long_ago_is_forgotten(self) -> None:
         known = curve((8, 9.0), *[(1, 1.0)] * (LIFETIME - 1))
