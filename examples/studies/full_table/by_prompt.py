@@ -180,7 +180,7 @@ def run(options: argparse.Namespace, subject: Subject, facts: Mapping[str, Any])
         "processor_time": options.processor_time,
         "new_tokens": options.new_tokens,
         "repeats": options.repeats,
-        "strategies": [one.name for one in subject.contenders if one.ours][1:],
+        "strategies": [one.name for one in subject.contenders[1:] if one.ours],
         "assistants": list(map(timing.shown, options.assistant)),
         "compile": options.compile,
         **facts,

@@ -43,6 +43,7 @@ def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert "| auto |" in capsys.readouterr().out
     written = json.loads(out.read_text())
     assert {record["contender"] for record in written["records"]} == {"plain", "none", "auto"}
+    assert written["strategies"] == ["none", "auto"]
     assert not any(record["differences"] for record in written["records"])
     assert all(len(record["seconds"]) == 2 for record in written["records"])
 
