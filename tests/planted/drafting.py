@@ -65,6 +65,14 @@ MUTANTS = (
         tests=("tests/drafting/cost_model/test_cost_model_drafter.py::TestLoads",),
     ),
     Mutant(
+        "outliers count as a slow machine",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/cost_curves.py",
+        old="if 1 / LARGEST_FACTOR <= slowdown <= LARGEST_FACTOR:",
+        new="if slowdown:",
+        tests=("tests/drafting/cost_model/test_cost_curves.py",),
+    ),
+    Mutant(
         "drafts are sent that promise next to nothing",
         area="cost model",
         file="hf_spec/drafting/cost_model/selection.py",

@@ -55,7 +55,7 @@ LIFETIME = 100
 # generation that always drafts has none by itself.
 SMALLEST_LIFETIME = 4 * LIFETIME
 # The timings of a size are up to date for this many timings.
-FRESH = 32
+FRESH = 64
 # Timings of one size after which its cost is considered known.
 NUM_RELIABLE = 2
 # Last timings of known sizes whose median shows how slow the machine is at the moment. It may be a
@@ -123,15 +123,17 @@ class LearnedCurve:
     """Cost by size from medians of timings: interpolated between knots, proportional beyond them.
 
     Beyond the largest knot, a node costs at least as much as between half of it and it: where
-    arithmetic limits the speed, the expected cost is too low. Timings of known sizes show how slow
-    the machine is at the moment; the costs of all sizes are scaled by it.
+    arithmetic limits the speed, the expected cost is too low. If it `scales`, timings of known
+    sizes show how slow the machine is at the moment, and the costs of all sizes follow. Those of
+    drafts also depend on the text that is read, and end when the drafter is not chosen any more.
 
     `expected` costs, in any unit, are used for proportions and before the first timing. Generations
     in several threads may share a curve: data is replaced, never modified.
     """
 
-    def __init__(self, expected: Callable[[float], float]):
+    def __init__(self, expected: Callable[[float], float], scales: bool = False):
         self._expected = expected
+        self._scales = scales
         # size -> its timings; sizes ascend.
         self._timings: dict[float, SizeTimings] = {}
         self._points: tuple[list[float], list[float]] = ([], [])
@@ -182,8 +184,10 @@ class LearnedCurve:
         scale = known(knot) / known(size)
         before = self(knot) if self.has_timings else scale * expected
         timings = self._timings.get(knot, SizeTimings(before / median_low(self._slowdowns)))
-        if size == knot and timings.number >= NUM_RELIABLE and timings.cost > 0:
-            self._slowdowns = (*self._slowdowns[1:], seconds / timings.cost)
+        if self._scales and size == knot and timings.number >= NUM_RELIABLE and timings.cost > 0:
+            slowdown = seconds / timings.cost
+            if 1 / LARGEST_FACTOR <= slowdown <= LARGEST_FACTOR:
+                self._slowdowns = (*self._slowdowns[1:], slowdown)
         slowdown = median_low(self._slowdowns)
         self._count += 1
         new = {**self._timings, knot: timings.with_timing(scale * seconds / slowdown, self._count)}
@@ -228,7 +232,7 @@ class RoundTimes:
     def __init__(self) -> None:
         self.idle_drafts = 0
         self._memories: dict[int, DraftMemory] = {}
-        self.verify = LearnedCurve(lambda nodes: 1.0 + NODE_COST * nodes)
+        self.verify = LearnedCurve(lambda nodes: 1.0 + NODE_COST * nodes, scales=True)
         self._draft: dict[str, LearnedCurve] = {}
         self._read: dict[str, LearnedCurve] = {}
         self._expected: Mapping[str, float] = {}

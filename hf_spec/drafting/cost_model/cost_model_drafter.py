@@ -221,6 +221,9 @@ class CostModelDrafter(Drafter):
         reading = {s.name: self._reading_seconds(s, state, max_depths) for s in self.assistants}
         horizon = Horizon(tokens, reading)
         plan = choose_sources(base, trees, self.assistants, max_depths, horizon)
+        plain = PlannedRound(self._costs, len(trees), len(trees))
+        if plan.rate < self._node_limits(len(trees)).min_gain * plain.rate:
+            plan = base
         whole: DraftTree | None = None
         for source in self.assistants:
             drafter, depths = source.drafter, self._draft_depths(source, plan, max_depths)

@@ -548,10 +548,10 @@ class TestLoads:
         """Its first steps were slow, so that drafts that do not pay seem to."""
         # Three steps of 16 nodes each.
         load = Load(monkeypatch, 16, lambda n: n * (1.3 if load.now < 60 else 1.0))
-        speeds, sent = load.run(Copies(0.6, 1.0), 200)
+        speeds, sent = load.run(Copies(0.6, 1.0), 250)
         assert sent[:3] == [0, 0, 0]
-        assert all(sent[3:30])
-        assert pace(speeds[100:]) >= 0.98
+        assert all(sent[3:60])
+        assert pace(speeds[150:]) >= 0.98
 
 
 def test_transformers_own_loop_is_refused_with_the_way_out() -> None:
