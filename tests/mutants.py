@@ -115,7 +115,7 @@ class Tree:
             if result.status in (PASSED, NO_TESTS):
                 result, tier = self.run(files, "-x", "-m", "not gpu"), "full"
         failed = failures(result.out) if result.status == FAILED else []
-        # Those of the default selection have passed without any mistake, see `check_unchanged`.
+        # Tests of the default selection have passed without any mistake, see `check_unchanged`.
         if failed and tier == "full" and self.run(failed, "-m", "not gpu").status != PASSED:
             raise SystemExit(f"{failed[0]} fails without a mistake, too")
         return Outcome(mutant, failed[0] if failed else "", tier, result.out + result.err)

@@ -185,9 +185,9 @@ class LearnedCurve:
         before = self(knot) if self.has_timings else scale * expected
         timings = self._timings.get(knot, SizeTimings(before / median_low(self._slowdowns)))
         if self._scales and size == knot and timings.number >= NUM_RELIABLE and timings.cost > 0:
-            slowdown = seconds / timings.cost
-            if 1 / LARGEST_FACTOR <= slowdown <= LARGEST_FACTOR:
-                self._slowdowns = (*self._slowdowns[1:], slowdown)
+            ratio = seconds / timings.cost
+            if 1 / LARGEST_FACTOR <= ratio <= LARGEST_FACTOR:
+                self._slowdowns = (*self._slowdowns[1:], ratio)
         slowdown = median_low(self._slowdowns)
         self._count += 1
         new = {**self._timings, knot: timings.with_timing(scale * seconds / slowdown, self._count)}
@@ -327,10 +327,6 @@ def cached_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> Round
     return cached_per_model(target, ("rounds", num_rows, machine, key), RoundTimes)
 
 
-def _knot(size: float) -> float:
-    return KNOTS[min(bisect_left(KNOTS, size), len(KNOTS) - 1)]
-
-
 def check_timings(timings: object) -> None:
     """Raise `OptionError` unless `timings` has the format that its message shows."""
     curves: list[object] = []
@@ -343,6 +339,10 @@ def check_timings(timings: object) -> None:
             "{'tree': [[1, 0.003], [4, 0.012]]}}: seconds of a forward pass by nodes, and of a "
             "draft by depth"
         )
+
+
+def _knot(size: float) -> float:
+    return KNOTS[min(bisect_left(KNOTS, size), len(KNOTS) - 1)]
 
 
 def _is_curve(points: object) -> bool:

@@ -167,7 +167,7 @@ class CostModelDrafter(Drafter):
         start = time.perf_counter()
         self._round_seconds, self._round_start = start - self._round_start, start
         self._timer.begin()
-        costs, measures_plain = self._costs, self._measures_plain_steps(len(limits))
+        measures_plain = self._measures_plain_steps(len(limits))
         max_depths = {
             row: 0 if measures_plain else min(limit, self.max_depth)
             for row, limit in limits.items()
@@ -179,9 +179,9 @@ class CostModelDrafter(Drafter):
             roots = {row: tree.subtree(()) for row, tree in trees.items()}
             return self._send(DraftTree.from_drafts(roots, state.num_rows), trees, len(trees))
         host = median_low(self._host_seconds) if self._host_seconds else 0.0
-        choose = partial(
-            choose_nodes, costs, trees, self._node_limits(len(trees)), host_seconds=host
-        )
+        largest = math.inf if self._times is None else self._times.verify.largest_trial
+        node_limits = NodeLimits(self.max_nodes, largest, self._min_gain(len(trees)))
+        choose = partial(choose_nodes, self._costs, trees, node_limits, host_seconds=host)
         best, nodes = choose()
         whole, assistant_seconds = None, 0.0
         if self.assistants:
@@ -222,7 +222,7 @@ class CostModelDrafter(Drafter):
         horizon = Horizon(tokens, reading)
         plan = choose_sources(base, trees, self.assistants, max_depths, horizon)
         plain = PlannedRound(self._costs, len(trees), len(trees))
-        if plan.rate < self._node_limits(len(trees)).min_gain * plain.rate:
+        if plan.rate < self._min_gain(len(trees)) * plain.rate:
             plan = base
         whole: DraftTree | None = None
         for source in self.assistants:
@@ -290,12 +290,10 @@ class CostModelDrafter(Drafter):
         self._rounds += 1
         return self._plain_steps < PLAIN_STEPS and self._rounds <= MOST_PLAIN_STEPS
 
-    def _node_limits(self, rows: int) -> NodeLimits:
-        if self._times is None:
-            return NodeLimits(self.max_nodes)
-        known = self._times.verify
-        min_gain = STALE_GAIN if known.is_stale(rows) else MIN_GAIN
-        return NodeLimits(self.max_nodes, known.largest_trial, min_gain)
+    def _min_gain(self, rows: int) -> float:
+        """Return the least rate of a round with drafts, in those of one without."""
+        stale = self._times is not None and self._times.verify.is_stale(rows)
+        return STALE_GAIN if stale else MIN_GAIN
 
     def _reading_seconds(
         self, source: DraftSource, state: GenerationState, rows: Iterable[int]

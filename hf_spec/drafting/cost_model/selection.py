@@ -89,7 +89,7 @@ class PlannedRound:
 
 @dataclass(frozen=True)
 class NodeLimits:
-    """What a round may send.
+    """Limits of what a round sends.
 
     Attributes:
         row_nodes: most nodes of a row, root excluded.

@@ -141,7 +141,7 @@ class TestLearnedCurve:
         for _ in range(9):
             known.learn(20, 9.0)
         assert known(16) == pytest.approx(0.75)
-        # A new size says nothing about the others, nor do one between knots and two hiccups.
+        # Nor do timings of a new size, or of one between knots.
         for size in (40, 40, 40, 17, 17, 17):
             known.learn(size, 9.0)
         assert known(16) == pytest.approx(0.75)
@@ -154,7 +154,7 @@ class TestLearnedCurve:
         assert known(40) == pytest.approx(4.0)
         known.learn(24, 1.6)
         assert known(40) == pytest.approx(1.6 * 1.40 / 1.24)
-        # The second node of a round costs the most, which says nothing about others.
+        # The second node of a round costs the most; the slope there does not hold for more nodes.
         known = LearnedCurve(lambda size: 1.0 + 0.01 * size)
         for size, seconds in ((1, 1.0), (4, 1.3)):
             known.learn(size, seconds)
