@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
-from hf_spec.drafting.cost_model.cost_model_drafter import (
+from hf_spec.drafting.cost_model.adaptive_length_drafter import (
     adapt_length,
     resolve_config,
     selects_nodes_by_cost,

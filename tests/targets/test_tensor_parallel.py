@@ -12,7 +12,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from hf_spec.drafting.cost_model import cost_model_drafter as measured
+from hf_spec.drafting.cost_model import adaptive_length_drafter
 from tests.refusals import small_llama
 from tests.targets import image_cases, two_processes
 from tests.targets.cases import SEED, sampled, speculate
@@ -52,7 +52,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.fixture
 def fixed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts as long as among processes, where times cannot decide."""
-    monkeypatch.setattr(measured, "tensor_parallel_size", lambda model: 2)
+    monkeypatch.setattr(adaptive_length_drafter, "tensor_parallel_size", lambda model: 2)
 
 
 def both(ranks: list[dict[str, Any]], case: str) -> Any:

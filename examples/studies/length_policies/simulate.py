@@ -33,8 +33,9 @@ from hf_spec.backend.device.clock import Clock
 from hf_spec.common.files import write_json
 from hf_spec.drafting.cost_model import cost_model_drafter
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, DraftSource
+from hf_spec.drafting.cost_model.adaptive_length_drafter import adapt_length
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
-from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter, adapt_length
+from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter
 from hf_spec.drafting.length_policy import make_policy
 from hf_spec.drafting.level_drafter import LevelDrafter
 from hf_spec.drafting.tree_growth import Growth, NextTokens

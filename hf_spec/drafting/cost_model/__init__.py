@@ -11,6 +11,6 @@ In every round it chooses which drafters run, to which depth, and which nodes th
 - Exploration: a drafter that is not expected to pay is tried again after waits that double
   (`exploration`). What was learned is the prior of later generations.
 
-`cost_model_drafter` has `CostModelDrafter`, for `auto`, and `AdaptiveLengthDrafter`, for a method
-whose draft length is not configured.
+`cost_model_drafter` has `CostModelDrafter`, for `auto`. `adaptive_length_drafter` has
+`AdaptiveLengthDrafter`, for a method whose draft length is not configured.
 """

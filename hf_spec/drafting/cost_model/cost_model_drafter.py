@@ -1,4 +1,4 @@
-"""Drafters whose draft length and width follow from the cost model (`hf_spec.drafting.cost_model`).
+"""Drafter whose draft length and width follow from the cost model (`hf_spec.drafting.cost_model`).
 
 Decisions depend on timings and on the text so far, never on a later random draw, so every verifier
 stays exact. Timings vary between runs, and with them the statistics.
@@ -14,15 +14,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median_low
-from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
 from hf_spec.backend.device.clock import clock_of
-from hf_spec.backend.device.distributed_checks import tensor_parallel_size
-from hf_spec.common.errors import UnsupportedError
-from hf_spec.drafting.config import PolicyConfig
-from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, DraftSource, MergedTree
+from hf_spec.drafting.cost_model.acceptance_stats import DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import NUM_TIMINGS, Costs, RoundTimes, cached_times
 from hf_spec.drafting.cost_model.exploration import Backoff
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
@@ -35,20 +31,14 @@ from hf_spec.drafting.cost_model.selection import (
     choose_nodes,
     choose_sources,
 )
-from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, MeasuredPolicy, make_policy
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.kernel_layout import round_up
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.models.recurrent_layers import recurrent_share
 from hf_spec.engine.runner import ModelRunner
 
-ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
-
-# A length policy may draft this many times the depth that the acceptance rates of levels suggest.
-DEPTH_FACTOR = 3
 # Timed steps without a draft at the start of a generation, if their cost is not known; and most
 # steps that are run for them, of which some may be captured as a CUDA graph and are not timed.
 PLAIN_STEPS, MOST_PLAIN_STEPS = 2, 8
@@ -320,136 +310,3 @@ class CostModelDrafter(Drafter):
             return {row: depths.get(row, 0) for row in max_depths}
         # Few depths, since each is a CUDA graph.
         return {row: min(most, round_up(depths.get(row, 0))) for row, most in max_depths.items()}
-
-
-class AdaptiveLengthDrafter(CostModelDrafter):
-    """A single method under the cost model: one drafter with a model, or several without.
-
-    With a length policy other than `MeasuredPolicy`, it drafts in every round what the policy
-    allows, and the cost model only chooses the nodes to send. `policy` and verifier belong to the
-    first of `sources`.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[DraftSource],
-        target: PreTrainedModel,
-        key: Hashable,
-        bounds: Bounds,
-        policy: LengthPolicy | None = None,
-    ):
-        has_cost = sources[0].drafter.num_forwards(1) > 0
-        free, assistants = ([], sources) if has_cost else (sources, [])
-        super().__init__(free, assistants, target, (sources[0].name, key), bounds)
-        self._main = sources[0]
-        self._policy = policy if isinstance(policy, MeasuredPolicy) else None
-        self._drafts_always = policy is not None and self._policy is None
-
-    @property
-    def counters(self) -> Mapping[str, int]:  # type: ignore[override]
-        """Counters of the drafter and of the cost model."""
-        return {**self._main.drafter.counters, **self._counts}
-
-    @property
-    def samples(self) -> bool:  # type: ignore[override]
-        """True if the drafter samples its drafts."""
-        return self._main.drafter.samples
-
-    @property
-    def graphs(self) -> Mapping[int, Any]:
-        """Row -> graph of the last draft, for drafters that grow level by level."""
-        return getattr(self._main.drafter, "graphs", {})
-
-    def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
-        """Return the drafter's verifier."""
-        return self._main.drafter.make_verifier(processors, num_rows)
-
-    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """See `CostModelDrafter`."""
-        tree = super().draft(state, limits)
-        if self._policy is not None:
-            # Drop the reference cycle between drafter and policy, which would keep storage alive
-            # until the garbage collector runs.
-            self._policy.level_cost = None
-        if self.assistants:
-            # Levels that the policy did not draft are no failures.
-            self._main.limits = {row: self._main.tree.height(row) for row in limits}
-        return tree
-
-    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """See `CostModelDrafter`; also updates the policy."""
-        super().observe(verdict, output)
-        if self._policy is not None:
-            for row, accepted in self._main.accepted_levels.items():
-                height = self._main.tree.height(row)
-                self._policy.learn(row, height, accepted, len(verdict.tokens(row)))
-
-    def _draft_depths(
-        self, source: DraftSource, plan: PlannedRound, max_depths: Mapping[int, int]
-    ) -> dict[int, int]:
-        """Return the planned depths, and more for a policy that stops by itself."""
-        if self._drafts_always:
-            return dict(max_depths)
-        if self._policy is None or source.drafter.depth_is_planned:
-            return super()._draft_depths(source, plan, max_depths)
-        depths = {row: depth for row, depth in plan.depths.get(source.name, {}).items() if depth}
-        if depths:
-            rows = len(max_depths)
-            self._policy.level_cost = partial(plan.level_cost, source, len(depths), rows)
-        return {
-            row: min(limit, DEPTH_FACTOR * depths.get(row, 0)) for row, limit in max_depths.items()
-        }
-
-
-def adapt_length(
-    drafter: Drafter,
-    policy: LengthPolicy,
-    target: PreTrainedModel,
-    config: PolicyConfig,
-    nodes_per_level: int,
-) -> AdaptiveLengthDrafter:
-    """Return `drafter` under the cost model; for `nodes_per_level` see `DraftSource`."""
-    depth = drafter.max_depth
-    source = DraftSource(config.strategy, drafter, depth, nodes_per_level=nodes_per_level)
-    max_nodes = getattr(config, "max_nodes", None) or depth
-    # A policy may exceed the length that it starts with.
-    source.depth = max(depth, policy.longest)
-    bounds = Bounds(source.depth, max_nodes)
-    return AdaptiveLengthDrafter([source], target, config.batching, bounds, policy)
-
-
-def can_measure(target: PreTrainedModel) -> bool:
-    """Return False for a tensor parallel model, whose processes must all take the same steps."""
-    return tensor_parallel_size(target) == 1
-
-
-def selects_nodes_by_cost(config: PolicyConfig, target: PreTrainedModel) -> bool:
-    """Return True if the cost model chooses the nodes to send."""
-    return config.selects_nodes_by_cost and can_measure(target)
-
-
-def resolve_config(config: ConfigT, target: PreTrainedModel) -> ConfigT:
-    """Return the config with its length policy and sizes filled in."""
-    measures = can_measure(target)
-    if config.length_policy == MEASURED and not measures:
-        raise UnsupportedError(
-            "length_policy='measured' is unsupported with tensor parallelism, because times differ "
-            "among the processes; leave it out to use fixed sizes"
-        )
-    return config.resolve(measures)
-
-
-def with_policy(
-    config: ConfigT, target: PreTrainedModel, make: Callable[..., Drafter], children: int
-) -> Drafter:
-    """Return a drafter with the configured length policy, under the cost model if it applies.
-
-    It is built as `make(config, policy=policy)`; `children` is the most children of a node.
-    """
-    by_cost = selects_nodes_by_cost(config, target)
-    config = resolve_config(config, target)
-    policy = make_policy(config, target)
-    drafter = make(config, policy=policy)
-    if config.length_policy != MEASURED and not by_cost:
-        return drafter
-    return adapt_length(drafter, policy, target, config, min(children, NODES_PER_LEVEL))

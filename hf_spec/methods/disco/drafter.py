@@ -18,7 +18,7 @@ from hf_spec.adapters.reading import whole_number
 from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.drafting.config import AssistantConfig
-from hf_spec.drafting.cost_model.cost_model_drafter import adapt_length, can_measure
+from hf_spec.drafting.cost_model.adaptive_length_drafter import adapt_length, can_measure
 from hf_spec.drafting.length_policy import (
     DraftedToken,
     LengthPolicy,

@@ -27,7 +27,7 @@ from hf_spec.common.errors import (
 )
 from hf_spec.common.hub import load_named
 from hf_spec.drafting.config import AssistantConfig, StrategyConfig, shared_options
-from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
+from hf_spec.drafting.cost_model.adaptive_length_drafter import with_policy
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.forward.model_cache import cached_per_model

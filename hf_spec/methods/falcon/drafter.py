@@ -25,7 +25,7 @@ from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.drafting.config import AUTO, AssistantConfig, PolicyConfig
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
-from hf_spec.drafting.cost_model.cost_model_drafter import (
+from hf_spec.drafting.cost_model.adaptive_length_drafter import (
     adapt_length,
     resolve_config,
     selects_nodes_by_cost,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.config import AssistantConfig
-from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
+from hf_spec.drafting.cost_model.adaptive_length_drafter import with_policy
 from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import BeamConfig, LevelDrafter

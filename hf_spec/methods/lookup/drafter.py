@@ -13,11 +13,8 @@ from transformers import PreTrainedModel
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
-from hf_spec.drafting.cost_model.cost_model_drafter import (
-    AdaptiveLengthDrafter,
-    Bounds,
-    can_measure,
-)
+from hf_spec.drafting.cost_model.adaptive_length_drafter import AdaptiveLengthDrafter, can_measure
+from hf_spec.drafting.cost_model.cost_model_drafter import Bounds
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from transformers import PreTrainedModel
 
 from hf_spec.drafting.config import AssistantConfig
-from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
+from hf_spec.drafting.cost_model.adaptive_length_drafter import with_policy
 from hf_spec.drafting.level_drafter import BeamConfig
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.feature_pairs.drafter import PairDrafter

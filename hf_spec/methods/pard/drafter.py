@@ -16,7 +16,7 @@ from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_
 from hf_spec.backend.device.transfer import fetch_all
 from hf_spec.common.errors import AssistantError
 from hf_spec.drafting.config import AUTO, AssistantConfig, shared_options
-from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
+from hf_spec.drafting.cost_model.adaptive_length_drafter import with_policy
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.drafting.level_drafter import stacked
 from hf_spec.drafting.token_graph import place_graph

@@ -25,6 +25,7 @@ from hf_spec.adapters.published import read_published
 from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.capture import cuda_graphs
 from hf_spec.drafting.cost_model import cost_model_drafter
+from hf_spec.drafting.cost_model.adaptive_length_drafter import adapt_length
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.rank_tree import RankTree
@@ -205,7 +206,7 @@ def test_length_policies_learn_the_times_of_replays(monkeypatch: pytest.MonkeyPa
         gpu.launch_seconds = LAUNCH
         model, draft = on_gpu(llama()), on_gpu(tiny_models.draft_model("llama"))
         inner: Any = make_drafter(config, model, draft)
-        drafter = cost_model_drafter.adapt_length(inner, inner.policy, model, config, 1)
+        drafter = adapt_length(inner, inner.policy, model, config, 1)
         replays, captures, refusal = decode(model, drafter).target
     assert (replays > 0, captures > 1, refusal) == (True, True, None)
     assert timed[0] == (None, set()), "before the first capture"

@@ -14,8 +14,8 @@ from hf_spec import DraftConfig
 from hf_spec.backend.device import transfer
 from hf_spec.backend.device.clock import Clock, DeviceClock, Stopwatch, clock_of
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
+from hf_spec.drafting.cost_model.adaptive_length_drafter import AdaptiveLengthDrafter, adapt_length
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
-from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.loop import finish_step, speculative_step
@@ -135,7 +135,7 @@ def test_a_measured_draft_is_charged_for_what_it_queued(monkeypatch: pytest.Monk
         config = DraftConfig(max_draft_tokens=2)
         inner = Hasty(config, on_gpu(tiny_models.draft_model("llama")), LengthPolicy(2))
         model = on_gpu(tiny_models.build("llama"))
-        drafter = measured.adapt_length(inner, inner.policy, model, config, 1)
+        drafter = adapt_length(inner, inner.policy, model, config, 1)
         assert isinstance(drafter, AdaptiveLengthDrafter)
         target = ModelRunner(model, 1)
         state = begun(gpu, 12)

@@ -30,11 +30,6 @@ from hf_spec.engine.fast.compiled_layers import compiling
 from tests.tiny_models import build
 
 
-@pytest.fixture(autouse=True)
-def cheap_drafts() -> None:
-    """Here times are real."""
-
-
 class TestCurve:
     def test_straight_between_points_and_on_behind_the_last(self) -> None:
         curve = Curve([[8, 3.0], [0, 1.0], [4, 2.0], [16, 4.0]])

@@ -1,4 +1,4 @@
-"""The cost model end to end: exact output, configured sizes are kept, costs decide the rest."""
+"""The cost model end to end: exact output; costs and acceptance rates decide what is drafted."""
 
 from __future__ import annotations
 
@@ -12,20 +12,15 @@ import pytest
 import torch
 
 import hf_spec
-from hf_spec import DiscoConfig, DraftConfig, FalconConfig, GsdConfig, LookupConfig, TreeConfig
+from hf_spec import DraftConfig
 from hf_spec.backend.device import clock
 from hf_spec.backend.device.capture import warm_ups
-from hf_spec.common.errors import OptionError, UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.drafting.cost_model import cost_curves as round_costs
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
-from hf_spec.drafting.cost_model.cost_model_drafter import (
-    AdaptiveLengthDrafter,
-    Bounds,
-    CostModelDrafter,
-    resolve_config,
-)
+from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
@@ -34,50 +29,10 @@ from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
-from hf_spec.methods.registry import make_drafter, parse_strategy
+from hf_spec.methods.registry import make_drafter
+from tests.drafting.cost_model.calls import NAMES, NEW_TOKENS, assistant, generate
 from tests.falcon_reference import random_head
-from tests.tiny_models import build, disco_adapter, draft_model, prompts
-
-NAMES = ("lookup", "draft", "tree", "gsd", "disco", "falcon")
-NEW_TOKENS = 24
-
-
-@pytest.fixture(autouse=True)
-def cheap_drafts() -> None:
-    """Here every test sets its own costs, or times for real."""
-
-
-@pytest.fixture
-def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
-    """Sets what a node and what a forward of the drafter costs, in forwards of the target."""
-
-    def set_costs(node: float, forward: float) -> None:
-        monkeypatch.setattr(measured, "cached_times", lambda *_: round_costs.RoundTimes())
-        monkeypatch.setattr(RoundTimes, "learn", lambda *_: None)
-        monkeypatch.setattr(round_costs, "NODE_COST", node)
-        monkeypatch.setattr(round_costs, "FORWARD_COST", forward)
-        monkeypatch.setattr(DraftModelDrafter, "relative_cost", lambda *_: None)
-
-    return set_costs
-
-
-def assistant(name: str) -> Any:
-    if name == "lookup":
-        return None
-    if name == "falcon":
-        return random_head("llama")
-    return disco_adapter("llama") if name == "disco" else draft_model("llama")
-
-
-def generate(strategy: Any, given: Any, kind: str = "one", **settings: Any) -> Any:
-    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **settings}
-    return build("llama").generate(
-        **prompts("llama", kind),
-        **settings,
-        spec_strategy=strategy,
-        assistant=given,
-        return_dict_in_generate=True,
-    )
+from tests.tiny_models import build, draft_model, prompts
 
 
 class TestOutput:
@@ -308,118 +263,6 @@ class TestLosses:
         assert sizes[measured.MOST_PLAIN_STEPS] > 1
 
 
-class TestNodes:
-    """`max_nodes="auto"` where the length of drafts is given."""
-
-    @pytest.mark.parametrize(
-        ("kind", "policy"),
-        [(TreeConfig, "static"), (GsdConfig, "heuristic"), (TreeConfig, "confidence")],
-    )
-    def test_only_nodes_that_gain_more_than_they_cost_are_sent(
-        self, kind: Any, policy: str, costs: Any
-    ) -> None:
-        drafted, sent = [], []
-        for cost in (0.0, 0.3, 3.0):
-            costs(cost, 0.01)
-            config = kind(max_draft_tokens=3, length_policy=policy)
-            stats = generate(config, draft_model("llama")).spec_stats
-            sent.append(stats.drafted_tokens / stats.target_forwards)
-            drafted.append(stats.draft_forwards / stats.target_forwards)
-        assert sent[0] > sent[1] >= sent[2] == 0
-        # Drafts have the length of the policy at any cost; the prompt's round and the last one
-        # have no room.
-        assert min(drafted) > 0.7
-
-    @pytest.mark.parametrize("cost", [0.0, 3.0])
-    def test_a_number_is_kept(self, cost: float, costs: Any) -> None:
-        costs(cost, 0.5)
-        config = TreeConfig(max_draft_tokens=3, max_nodes=7)
-        stats = generate(config, draft_model("llama")).spec_stats
-        assert stats.drafted_tokens > 5 * (stats.target_forwards - 3)
-
-    @pytest.mark.parametrize("name", ["tree", "gsd", "falcon"])
-    def test_greedy_is_plain(self, name: str, costs: Any) -> None:
-        costs(0.05, 0.05)
-        config = type(parse_strategy(name))(length_policy="static")
-        drafter = make_drafter(config, build("llama"), assistant(name))
-        assert isinstance(drafter, AdaptiveLengthDrafter)
-        plain = build("llama").generate(
-            **prompts("llama", "ragged"), max_new_tokens=NEW_TOKENS, do_sample=False
-        )
-        assert torch.equal(generate(config, assistant(name), "ragged").sequences, plain)
-
-    def test_drafts_at_random_are_sent_as_they_are(self) -> None:
-        config = TreeConfig(max_draft_tokens=3, sample_drafts=True)
-        drafter = make_drafter(config, build("llama"), draft_model("llama"))
-        assert not isinstance(drafter, AdaptiveLengthDrafter)
-
-    def test_nothing_else_is_a_word(self) -> None:
-        with pytest.raises(OptionError, match="whole number of at least 1, or 'auto'"):
-            TreeConfig(max_nodes="many")
-
-
-class TestGiven:
-    @pytest.mark.parametrize(
-        "config",
-        [
-            DraftConfig(max_draft_tokens=3),
-            DraftConfig(length_policy="static"),
-            DraftConfig(length_policy="heuristic"),
-            TreeConfig(max_draft_tokens=2, max_nodes=None),
-            TreeConfig(max_nodes=5),
-            GsdConfig(max_draft_tokens=3, max_nodes=5),
-            FalconConfig(length_policy="static", max_nodes=None),
-            FalconConfig(max_nodes=3),
-            FalconConfig(tree="chain"),
-            DiscoConfig(max_draft_tokens=4),
-            DiscoConfig(acceptance_threshold=0.3),
-            LookupConfig(copy_length=7),
-            LookupConfig(max_draft_tokens=9),
-        ],
-    )
-    def test_numbers_that_are_given_are_what_is_drafted(self, config: Any) -> None:
-        drafter = make_drafter(config, build("llama"), assistant(config.strategy))
-        assert not isinstance(drafter, AdaptiveLengthDrafter)
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_without_numbers_times_decide(self, name: str) -> None:
-        drafter = make_drafter(parse_strategy(name), build("llama"), assistant(name))
-        assert isinstance(drafter, AdaptiveLengthDrafter)
-
-    def test_a_fixed_length_is_kept_at_any_cost(self, costs: Any) -> None:
-        costs(9.0, 9.0)
-        stats = generate(DraftConfig(max_draft_tokens=3), draft_model("llama")).spec_stats
-        assert stats.drafted_tokens > 2 * stats.target_forwards
-
-    @pytest.mark.parametrize("kind", [DraftConfig, TreeConfig, GsdConfig])
-    def test_numbers_bound_what_is_measured(self, kind: Any, costs: Any) -> None:
-        costs(0.0, 0.0)
-        config = kind(max_draft_tokens=2, length_policy="measured")
-        stats = generate(config, build("llama")).spec_stats
-        assert len(stats.accepted_by_position) == 2
-
-    def test_usual_sizes(self) -> None:
-        assert TreeConfig().resolve(measures=False).max_nodes == 15
-        heuristic = TreeConfig(length_policy="heuristic").resolve(measures=True)
-        assert (heuristic.max_draft_tokens, heuristic.max_nodes) == (5, 24)
-        assert TreeConfig(max_nodes=None).resolve(measures=True).max_nodes == 15
-        assert GsdConfig(max_nodes=4).resolve(measures=True).max_draft_tokens == 10
-        disco = TreeConfig(length_policy="disco", adapter="x").resolve(measures=True)
-        assert disco.max_draft_tokens is None
-        with pytest.raises(OptionError, match="unknown length_policy"):
-            DraftConfig(length_policy="often")
-
-    def test_processes_that_must_keep_step_have_the_usual_sizes(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(measured, "tensor_parallel_size", lambda _: 2)
-        for name in NAMES:
-            drafter = make_drafter(parse_strategy(name), build("llama"), assistant(name))
-            assert not isinstance(drafter, AdaptiveLengthDrafter)
-        with pytest.raises(UnsupportedError, match="differ among the processes"):
-            resolve_config(DraftConfig(length_policy="measured"), build("llama"))
-
-
 class Copies(Drafter):
     """Chains of eight tokens in a share of rounds; each token is right at a rate."""
 
@@ -558,15 +401,6 @@ def test_transformers_own_loop_is_refused_with_the_way_out() -> None:
     drafter = make_drafter(DraftConfig(), build("llama"), draft_model("llama"))
     with pytest.raises(UnsupportedError, match="give a length_policy"):
         drafter.get_candidates(torch.tensor([[5, 6, 7]]))
-
-
-@pytest.mark.parametrize("name", ["lookup", "draft", "falcon"])
-def test_counters_of_the_drafter(name: str) -> None:
-    stats = generate(name, assistant(name)).spec_stats
-    assert stats.counters["rounds"] >= stats.counters["idle_rounds"] >= 0
-    if name == "draft":
-        assert {"draft_nodes", "merges"} <= set(stats.counters)
-    assert hf_spec.SpecStats is type(stats)
 
 
 @pytest.mark.parametrize("strategy", ["draft", "falcon"])

@@ -13,7 +13,7 @@ from hf_spec import AssistantError, BlockConfig, DraftConfig, OptionError
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.drafting.cost_model import cost_curves
-from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter
+from hf_spec.drafting.cost_model.adaptive_length_drafter import AdaptiveLengthDrafter
 from hf_spec.drafting.one_pass_drafter import ProposalDrafter
 from hf_spec.methods.registry import make_drafter
 from tests.feature_reference import (

@@ -13,7 +13,7 @@ import torch
 
 from hf_spec import AssistantError, EagleConfig, OptionError
 from hf_spec.adapters.published import read_published
-from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter
+from hf_spec.drafting.cost_model.adaptive_length_drafter import AdaptiveLengthDrafter
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.loading import resolve_published
