@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from examples.studies.disco.oracle_lengths import (
-    answers,
     cross_chosen,
     f1,
     lengths_table,
@@ -22,10 +21,10 @@ from examples.studies.disco.oracle_lengths import (
     spread,
 )
 from hf_spec.adapters.folder import BaseModel
-from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench.contenders import oracle
 from hf_spec.methods.disco.classifier import DiscoClassifier
-from hf_spec.methods.disco.training import Observed, observe
+from hf_spec.methods.disco.training import Observed
+from hf_spec.training.responses import Response
 from tests.tiny_models import draft_model
 
 
@@ -48,14 +47,12 @@ def test_lengths_by_hand() -> None:
 
 
 def test_lengths_are_those_of_the_benchmark_oracle(
-    model: Any, tokenizer: Any, prompts: list[Prompt], tmp_path: Path
+    model: Any, observed_answer: tuple[Response, Observed]
 ) -> None:
-    draft = draft_model("llama")
-    (response,) = answers(model, tokenizer, prompts[:1], 24)
-    (observed,) = observe(model, draft, [response], tmp_path, "hard")
+    response, observed = observed_answer
     # The last token before the limit is a bonus token in any case.
     lengths = oracle_lengths(observed.matched.tolist()[:-1])
-    stats = oracle(model, draft).run(torch.tensor([response.prompt]), 24).stats
+    stats = oracle(model, draft_model("llama")).run(torch.tensor([response.prompt]), 24).stats
     assert stats is not None
     assert sum(lengths) == stats.accepted_tokens > 0
 

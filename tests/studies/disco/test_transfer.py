@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from examples.studies.disco.oracle_lengths import answers
 from examples.studies.disco.transfer import (
     Counts,
     Rule,
@@ -24,10 +23,10 @@ from examples.studies.disco.transfer import (
     table,
 )
 from hf_spec import DraftConfig
-from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench.contenders import strategy
 from hf_spec.methods.disco.settings import DiscoTrainSettings
-from hf_spec.methods.disco.training import Observed, observe
+from hf_spec.methods.disco.training import Observed
+from hf_spec.training.responses import Response
 from tests.studies.disco.test_oracle_lengths import learnable
 from tests.tiny_models import draft_model
 
@@ -46,15 +45,14 @@ def test_rounds_by_hand() -> None:
 
 
 def test_rounds_are_those_of_generate(
-    model: Any, tokenizer: Any, prompts: list[Prompt], tmp_path: Path
+    model: Any, observed_answer: tuple[Response, Observed]
 ) -> None:
-    draft = draft_model("llama")
-    (response,) = answers(model, tokenizer, prompts[:1], 24)
-    (observed,) = observe(model, draft, [response], tmp_path, "hard")
+    response, observed = observed_answer
     matched = observed.matched.tolist()
     for length in (1, 3):
         config = DraftConfig(max_draft_tokens=length, length_policy="static")
-        stats = strategy(model, config, draft).run(torch.tensor([response.prompt]), 24).stats
+        contender = strategy(model, config, draft_model("llama"))
+        stats = contender.run(torch.tensor([response.prompt]), 24).stats
         assert stats is not None
         counts = simulate(matched, [TRUE] * len(matched), length)
         # The engine's first pass also reads the prompt, and yields a token without a draft.
