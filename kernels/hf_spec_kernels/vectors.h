@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <utility>
+#include <vector>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -29,6 +31,31 @@ struct bfloat16 {
     uint16_t bits;
 };
 
+// Two of them, the first in the lower half.
+struct Pair {
+    uint32_t bits;
+};
+
+// Allocates lines of a cache: a vector that lies across two takes twice as long to load.
+template <typename T>
+struct Lines {
+    using value_type = T;
+    static constexpr std::align_val_t SIZE{64};
+
+    Lines() = default;
+    template <typename U>
+    Lines(const Lines<U>&) {}
+
+    T* allocate(std::size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), SIZE)); }
+    void deallocate(T* data, std::size_t) { ::operator delete(data, SIZE); }
+
+    friend bool operator==(const Lines&, const Lines&) { return true; }
+    friend bool operator!=(const Lines&, const Lines&) { return false; }
+};
+
+template <typename T>
+using InLines = std::vector<T, Lines<T>>;
+
 inline float widened(float value) { return value; }
 
 inline float widened(bfloat16 value) {
@@ -51,8 +78,14 @@ inline void narrow(float value, bfloat16& to) {
 inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
 
 inline Floats load(const bfloat16* from) {
-    const Halves bits = *reinterpret_cast<const Halves*>(from);
-    return reinterpret_cast<Floats>(__builtin_convertvector(bits, Words) << 16);
+#if defined(__AVX512F__)
+    const auto wide = (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(from)));
+#elif defined(__AVX2__)
+    const auto wide = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i_u*>(from)));
+#else
+    const Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words);
+#endif
+    return reinterpret_cast<Floats>(wide << 16);
 }
 
 inline Floats load(const int8_t* from) {
@@ -64,6 +97,25 @@ inline Floats load(const int8_t* from) {
     Ints wide;
     for (int i = 0; i < LANES; ++i) wide[i] = from[i];
     return __builtin_convertvector(wide, Floats);
+#endif
+}
+
+inline Words load(const Pair* from) {
+    return reinterpret_cast<Words>(load(reinterpret_cast<const float*>(from)));
+}
+
+// A weight times numbers, added to sums.
+inline Floats add_product(Floats sums, float weight, Floats numbers) { return sums + weight * numbers; }
+
+// The same for pairs: both products are added.
+inline Floats add_product(Floats sums, Pair weight, Words pairs) {
+    const Words weights = Words{} + weight.bits;
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(sums, (__m512bh)weights, (__m512bh)pairs);
+#else
+    constexpr uint32_t SECOND = 0xffff0000u;
+    sums += reinterpret_cast<Floats>(weights << 16) * reinterpret_cast<Floats>(pairs << 16);
+    return sums + reinterpret_cast<Floats>(weights & SECOND) * reinterpret_cast<Floats>(pairs & SECOND);
 #endif
 }
 

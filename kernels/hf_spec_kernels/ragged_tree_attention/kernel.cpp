@@ -23,7 +23,7 @@ constexpr int WORTH_TRANSPOSING = 3;
 // weights of all keys, in bytes, did not stay near.
 constexpr int MAX_ROWS = 64, MIN_ROWS = 16, MAX_WEIGHTS = 1 << 20;
 // Those whose sums are in registers at a time, and vectors of each.
-constexpr int TOGETHER = 4, VECTORS = REGISTERS == 32 ? 4 : 2;
+constexpr int TOGETHER = REGISTERS == 32 ? 6 : 4, VECTORS = REGISTERS == 32 ? 4 : 2;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 inline int64_t whole_vectors(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
@@ -65,69 +65,73 @@ struct Item {
     int64_t segment, head, begin, count;
 };
 
-// A table in float32, rows `stride` apart.
+// Rows of numbers or pairs, `stride` apart, and memory of the same size that is needed after them.
+template <typename T>
 struct Table {
-    const float* data;
+    const T* data;
     int64_t stride;
+    const void* next;
 };
 
-// LANES numbers of a row of `size`, zeros after the last.
+// What takes part in a product as 32 bits, and how many numbers it is.
 template <typename T>
-inline Floats load_some(const T* row, int64_t from, int64_t size) {
-    if (from + LANES <= size) return load(row + from);
-    float found[LANES] = {};
-    for (int64_t d = from; d < size; ++d) found[d - from] = widened(row[d]);
-    return load(found);
+using Factor = std::conditional_t<std::is_same_v<T, bfloat16>, Pair, float>;
+
+template <typename T>
+constexpr int64_t NUMBERS = sizeof(Factor<T>) / sizeof(T);
+
+template <typename T>
+inline int64_t factors(int64_t size) {
+    return (size + NUMBERS<T> - 1) / NUMBERS<T>;
 }
 
-// `count` keys or values of `size` numbers, in rows of whole vectors: as they lie, or copied.
+// Keys or values of a block in memory.
 template <typename T>
-Table rows_of(const T* from, int64_t place, int64_t count, int64_t size, std::vector<float>& copy) {
-    if constexpr (std::is_same_v<T, float>)
-        if (size % LANES == 0) return {from, place};
-    const int64_t stride = whole_vectors(size);
+struct Block {
+    const T *data, *next;
+    int64_t place, count, size;
+};
+
+// A block in rows of whole vectors: as it lies, or copied.
+template <typename T>
+Table<T> rows_of(const Block<T>& block, InLines<T>& copy) {
+    if (block.size % LANES == 0) return {block.data, block.place, block.next};
+    const int64_t stride = whole_vectors(block.size);
     copy.resize(BLOCK * stride);
-    for (int64_t i = 0; i < count; ++i)
-        for (int64_t d = 0; d < stride; d += LANES)
-            store(copy.data() + i * stride + d, load_some(from + i * place, d, size));
-    return {copy.data(), stride};
+    for (int64_t i = 0; i < block.count; ++i)
+        std::memcpy(&copy[i * stride], block.data + i * block.place, block.size * sizeof(T));
+    return {copy.data(), stride, block.next};
 }
 
-// `count` keys, a row for each of their `size` numbers.
+// A vector of factors, zeros after the last of `size` numbers.
 template <typename T>
-Table transposed(const T* from, int64_t place, int64_t count, int64_t size, std::vector<float>& copy) {
-    copy.resize(whole_vectors(size) * BLOCK);
-    for (int64_t first = 0; first < count; first += LANES)
-        for (int64_t d = 0; d < size; d += LANES) {
+inline Floats factors_from(const T* from, int64_t size) {
+    constexpr int64_t WHOLE = LANES * NUMBERS<T>;
+    T found[WHOLE] = {};
+    if (size < WHOLE) {
+        for (int64_t i = 0; i < size; ++i) found[i] = from[i];
+        from = found;
+    }
+    return load(reinterpret_cast<const float*>(from));
+}
+
+// A row for each factor of a block's keys.
+template <typename T>
+Table<Factor<T>> transposed(const Block<T>& block, InLines<Factor<T>>& copy) {
+    const int64_t rows = factors<T>(block.size);
+    copy.resize(whole_vectors(rows) * BLOCK);
+    for (int64_t first = 0; first < block.count; first += LANES)
+        for (int64_t row = 0; row < rows; row += LANES) {
+            const int64_t d = row * NUMBERS<T>;
             Floats tile[LANES] = {};
             for (int i = 0; i < LANES; ++i)
-                if (first + i < count) tile[i] = load_some(from + (first + i) * place, d, size);
+                if (first + i < block.count)
+                    tile[i] = factors_from(block.data + (first + i) * block.place + d, block.size - d);
             transpose(tile);
-            for (int i = 0; i < LANES; ++i) store(copy.data() + (d + i) * BLOCK + first, tile[i]);
+            for (int i = 0; i < LANES; ++i)
+                store(reinterpret_cast<float*>(&copy[(row + i) * BLOCK + first]), tile[i]);
         }
-    return {copy.data(), BLOCK};
-}
-
-// The same in bfloat16, where two numbers of a key take part as one of 32 bits.
-inline Table transposed(const bfloat16* from, int64_t place, int64_t count, int64_t size,
-                        std::vector<float>& copy) {
-    constexpr int64_t PAIRED = 2 * LANES;
-    copy.resize((size + PAIRED - 1) / PAIRED * PAIRED * BLOCK);
-    for (int64_t first = 0; first < count; first += LANES)
-        for (int64_t d = 0; d < size; d += PAIRED) {
-            Floats tile[LANES] = {};
-            const int64_t width = std::min(PAIRED, size - d), keys = std::min<int64_t>(LANES, count - first);
-            for (int64_t i = 0; i < keys; ++i)
-                std::memcpy(&tile[i], from + (first + i) * place + d, width * sizeof(bfloat16));
-            transpose(tile);
-            for (int i = 0; i < LANES; ++i) {
-                const Words words = reinterpret_cast<Words>(tile[i]);
-                float* to = copy.data() + (d + 2 * i) * BLOCK + first;
-                store(to, reinterpret_cast<Floats>(words << 16));
-                store(to + BLOCK, reinterpret_cast<Floats>(words & 0xffff0000u));
-            }
-        }
-    return {copy.data(), BLOCK};
+    return {copy.data(), BLOCK, block.next};
 }
 
 // A sum of numbers from 0 to 1, of at most 65,536 in all, in any order: it is exact but for what
@@ -141,7 +145,7 @@ inline double exact_sum(const float* numbers, int64_t count) {
 }
 
 // q.k of one query and LANES keys from `first` on, the last one again for those after `count`.
-inline Floats products(const float* query, Table keys, int64_t first, int64_t count, int64_t size) {
+inline Floats products(const float* query, Table<float> keys, int64_t first, int64_t count, int64_t size) {
     // So many at a time keep the multipliers busy, and their places fit the registers.
     constexpr int EACH = std::min(LANES, 8);
     Floats found[LANES] = {};
@@ -159,18 +163,22 @@ inline Floats products(const float* query, Table keys, int64_t first, int64_t co
     return sums_of(found);
 }
 
-// Adds `count` rows of a table, weighted, to the sums of ROWS queries, WIDTH vectors of each.
-template <int ROWS, int WIDTH>
-inline void mix(float* sums, int64_t size, const float* weights, int64_t each, Table table,
+// Adds `count` rows of a table, weighted, to the sums of ROWS queries, WIDTH vectors of each. Meanwhile
+// memory hands out what is next, in order: all at once it would not keep up.
+template <int ROWS, int WIDTH, typename W, typename T>
+inline void mix(float* sums, int64_t size, const W* weights, int64_t each, Table<T> table,
                 int64_t count, int64_t from) {
     Floats found[ROWS][WIDTH];
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < WIDTH; ++v) found[r][v] = load(sums + r * size + from + v * LANES);
-    const float* row = table.data + from;
-    for (int64_t k = 0; k < count; ++k, row += table.stride)
+    constexpr int LINE = 64 / sizeof(T);
+    const T *row = table.data + from, *next = static_cast<const T*>(table.next) + from;
+    for (int64_t k = 0; k < count; ++k, row += table.stride, next += table.stride)
         for (int v = 0; v < WIDTH; ++v) {
-            const Floats one = load(row + v * LANES);
-            for (int r = 0; r < ROWS; ++r) found[r][v] += weights[r * each + k] * one;
+            if (v * LANES % LINE == 0) __builtin_prefetch(next + v * LANES);
+            const auto one = load(row + v * LANES);
+            for (int r = 0; r < ROWS; ++r)
+                found[r][v] = add_product(found[r][v], weights[r * each + k], one);
         }
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < WIDTH; ++v) store(sums + r * size + from + v * LANES, found[r][v]);
@@ -178,9 +186,9 @@ inline void mix(float* sums, int64_t size, const float* weights, int64_t each, T
 
 // The same for any number of queries, whose sums are `size` apart and weights `each`, and the
 // first `width` numbers of the rows.
-template <int ROWS = TOGETHER>
-void mix_all(float* sums, int64_t size, const float* weights, int64_t each, Table table,
-             int64_t count, int64_t width, int64_t queries) {
+template <int ROWS = TOGETHER, typename W, typename T>
+void mix_all(float* sums, int64_t size, const W* weights, int64_t each, Table<T> table, int64_t count,
+             int64_t width, int64_t queries) {
     for (; queries >= ROWS; queries -= ROWS, sums += ROWS * size, weights += ROWS * each) {
         int64_t d = 0;
         for (; d + VECTORS * LANES <= width; d += VECTORS * LANES)
@@ -191,19 +199,12 @@ void mix_all(float* sums, int64_t size, const float* weights, int64_t each, Tabl
         if (queries) mix_all<ROWS - 1>(sums, size, weights, each, table, count, width, queries);
 }
 
-inline bool is_finite(Table values, int64_t count, int64_t size) {
+template <typename T>
+inline bool is_finite(Table<T> values, int64_t count, int64_t size) {
     Floats zeros = {};
     for (int64_t k = 0; k < count; ++k)
         for (int64_t d = 0; d < size; d += LANES) zeros += 0.0f * load(values.data + k * values.stride + d);
     return sum_of(zeros) == 0.0f;
-}
-
-// Lets memory hand out keys or values while others are computed with.
-template <typename T>
-inline void ask_for(const T* from, int64_t place, int64_t count, int64_t size) {
-    constexpr int64_t LINE = 64 / sizeof(T);
-    for (int64_t i = 0; i < count; ++i)
-        for (int64_t d = 0; d < size; d += LINE) __builtin_prefetch(from + i * place + d, 0, 2);
 }
 
 // The queries of an item, and what they add up.
@@ -214,7 +215,10 @@ struct Rows {
     int64_t groups, slot, key_size, value_size, first, num_keys, blocks, stride;
     bool transposing;
     // Weights of the keys from `first` on are `stride` apart; largest scores, and sums of weights.
-    std::vector<float> queries, sums, weights, largest, total, key_copy, value_copy;
+    InLines<float> sums, weights;
+    std::vector<float> largest, total;
+    InLines<Factor<T>> queries, key_copy;
+    InLines<T> value_copy;
     // By block, and in it by query: a bit for each key that the query sees.
     std::vector<uint64_t> sees;
 
@@ -223,7 +227,7 @@ struct Rows {
           item(item),
           groups(call.num_heads / call.kv_heads),
           slot(call.layout.slot[item.segment]),
-          key_size(whole_vectors(call.head_size)),
+          key_size(whole_vectors(factors<T>(call.head_size))),
           value_size(whole_vectors(call.value_size)),
           first(first_place() / BLOCK * BLOCK),
           num_keys(call.layout.num_keys[item.segment]),
@@ -232,15 +236,15 @@ struct Rows {
           stride(blocks * BLOCK + LANES),
           // In bfloat16 it takes no longer for a single query.
           transposing(std::is_same_v<T, bfloat16> || groups >= WORTH_TRANSPOSING),
-          queries(item.count * key_size),
           sums(item.count * value_size),
           weights(item.count * stride),
           largest(item.count, NEVER),
           total(item.count),
+          queries(item.count * key_size),
           sees(item.count * blocks) {
         for (int64_t row = 0; row < item.count; ++row) {
             const T* from = call.query + token(row) * call.token + head(row) * call.head;
-            for (int64_t d = 0; d < call.head_size; ++d) queries[row * key_size + d] = widened(from[d]);
+            std::memcpy(&queries[row * key_size], from, call.head_size * sizeof(T));
         }
     }
 
@@ -257,6 +261,11 @@ struct Rows {
 
     // Of a block's keys: how many there are, and a bit for each.
     int64_t count_of(int64_t begin) const { return std::min<int64_t>(BLOCK, num_keys - begin); }
+
+    Block<T> block_of(const Pool<T>& pool, int64_t size, int64_t begin) const {
+        const T* data = pool.data + slot * pool.slot + item.head * pool.head + begin * pool.place;
+        return {data, data + BLOCK * pool.place, pool.place, count_of(begin), size};
+    }
 
     static uint64_t all_of(int64_t count) { return count == BLOCK ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
 
@@ -310,18 +319,19 @@ struct Rows {
     }
 
     // Puts q.k of all queries and a block's keys where their weights will be.
-    void multiply(const T* from, int64_t begin, int64_t count) {
-        const int64_t place = call.keys.place, size = call.head_size;
-        if (!transposing) {
-            const Table keys = rows_of(from, place, count, size, key_copy);
-            for (int64_t row = 0; row < item.count; ++row)
-                for (int64_t i = 0; i < count; i += LANES)
-                    store(weights_of(row, begin) + i,
-                          products(queries.data() + row * key_size, keys, i, count, key_size));
-            return;
-        }
-        mix_all(weights_of(0, begin), stride, queries.data(), key_size,
-                transposed(from, place, count, size, key_copy), size, whole_vectors(count), item.count);
+    void multiply(const Block<T>& block, int64_t begin) {
+        const int64_t count = block.count;
+        if constexpr (std::is_same_v<T, float>)
+            if (!transposing) {
+                const Table<T> keys = rows_of(block, key_copy);
+                for (int64_t row = 0; row < item.count; ++row)
+                    for (int64_t i = 0; i < count; i += LANES)
+                        store(weights_of(row, begin) + i,
+                              products(queries.data() + row * key_size, keys, i, count, key_size));
+                return;
+            }
+        mix_all(weights_of(0, begin), stride, queries.data(), key_size, transposed(block, key_copy),
+                factors<T>(block.size), whole_vectors(count), item.count);
     }
 
     // Turns products of one query and a block's keys into scores.
@@ -354,10 +364,9 @@ struct Rows {
             anybody |= seen[row];
         }
         if (!anybody) return;
-        const Pool<T>& k = call.keys;
-        const T* key = k.data + slot * k.slot + item.head * k.head + begin * k.place;
-        ask_for(key + BLOCK * k.place, k.place, count_of(begin + BLOCK), call.head_size);
-        multiply(key, begin, count);
+        Block<T> keys = block_of(call.keys, call.head_size, begin);
+        if (begin + BLOCK >= num_keys) keys.next = block_of(call.values, call.value_size, first).data;
+        multiply(keys, begin);
         for (int64_t row = 0; row < item.count; ++row) scale(row, begin, count, seen[row]);
     }
 
@@ -389,10 +398,7 @@ struct Rows {
             anybody |= seen[row];
         }
         if (!anybody) return;
-        const Pool<T>& v = call.values;
-        const T* value = v.data + slot * v.slot + item.head * v.head + begin * v.place;
-        ask_for(value + BLOCK * v.place, v.place, count_of(begin + BLOCK), call.value_size);
-        const Table values = rows_of(value, v.place, count, call.value_size, value_copy);
+        const Table<T> values = rows_of(block_of(call.values, call.value_size, begin), value_copy);
         // Zero times what is not finite would be added where nobody looks.
         if (everybody == all || is_finite(values, count, value_size))
             return mix_all(sums.data(), value_size, weights_of(0, begin), stride, values, count, value_size,
@@ -401,7 +407,7 @@ struct Rows {
             for (int64_t i = 0; i < count; ++i)
                 if (seen[row] >> i & 1)
                     mix_all(sums.data() + row * value_size, 0, weights_of(row, begin) + i, 0,
-                            {values.data + i * values.stride, 0}, 1, value_size, 1);
+                            Table<T>{values.data + i * values.stride, 0, values.next}, 1, value_size, 1);
     }
 
     void finish() const {
