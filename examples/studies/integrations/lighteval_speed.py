@@ -21,8 +21,8 @@ from lighteval.models.transformers.transformers_model import (
     TransformersModelConfig,
 )
 from lighteval.tasks.requests import Doc, SamplingMethod
-from transformers import AutoModelForCausalLM
 
+from examples.studies.models import load_model
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.small_models import smollm2_135m_instruct
@@ -71,11 +71,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--items", type=int, default=20)
     parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     folder = str(options.model or smollm2_135m_instruct())
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model, _ = load_model(folder, options.dtype)
     runs = []
     for size in options.batch_sizes:
         plain: dict[str, Any] = {}
@@ -89,7 +91,8 @@ def main(argv: list[str] | None = None) -> None:
             run["speed"] = round(plain["seconds"] / run["seconds"], 2)
             runs.append({"strategy": strategy or "plain", **run})
             print(size, strategy, run["seconds"], run["speed"], run["same"], flush=True)
-    facts = {"items": options.items, "new_tokens": options.new_tokens}
+    facts = {"model": Path(folder).name, "dtype": options.dtype, "threads": options.threads}
+    facts |= {"items": options.items, "new_tokens": options.new_tokens}
     write_json(options.out, {"environment": environment(), **facts, "runs": runs})
 
 
