@@ -20,6 +20,9 @@ namespace {
 constexpr int OUTPUTS = 32, HALF = OUTPUTS / 2;
 // Two registers a row; a quarter is for codes, the table and states.
 constexpr int MAX_ROWS = 12;
+// Up to so many rows, sums of two scale blocks are added at a time: every addition waits for the one
+// before it.
+constexpr int FEW_ROWS = 2;
 // Distance in bytes of the codes that are prefetched.
 constexpr int AHEAD = 2048;
 
@@ -36,8 +39,7 @@ struct Table {
     void expand(const uint8_t* codes, __m512bh (&pairs)[2]) const {
         const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
         // Only the low five bits select; both halves of `values` are the same.
-        const __m512i low = _mm512_and_si512(wide, _mm512_set1_epi16(15));
-        pairs[0] = (__m512bh)_mm512_permutexvar_epi16(low, values);
+        pairs[0] = (__m512bh)_mm512_permutexvar_epi16(wide, values);
         pairs[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(wide, 4), values);
     }
 };
@@ -110,23 +112,35 @@ struct Product {
     // ROWS rows from `row` on times the 32 outputs from `output` on.
     template <int ROWS>
     void tile(int64_t row, int64_t output) const {
+        constexpr int BLOCKS = ROWS <= FEW_ROWS ? 2 : 1;
         Sums sums[ROWS][2] = {};
-        const uint32_t* mine = states + row * steps;
-        const uint8_t* from = codes + output * steps;
-        const uint16_t* scale = scales + output;
-        for (int64_t begin = 0; begin < steps; begin += block, scale += outputs) {
-            Sums part[ROWS][2] = {};
-            for (int64_t step = 0; step < block; ++step, mine += ROWS, from += OUTPUTS) {
-                Pairs pairs[2];
-                __builtin_prefetch(from + AHEAD);
-                table.expand(from, pairs);
-                for (int r = 0; r < ROWS; ++r)
-                    for (int v = 0; v < 2; ++v) part[r][v] = add(part[r][v], mine[r], pairs[v]);
-            }
-            for (int r = 0; r < ROWS; ++r)
-                for (int v = 0; v < 2; ++v) sums[r][v] = scaled(sums[r][v], part[r][v], scale + v * HALF);
-        }
+        int64_t begin = 0;
+        for (; begin + BLOCKS * block <= steps; begin += BLOCKS * block) add_blocks<BLOCKS>(sums, row, output, begin);
+        for (; begin < steps; begin += block) add_blocks<1>(sums, row, output, begin);
         for (int r = 0; r < ROWS; ++r) write(sums[r], results + (row + r) * outputs + output);
+    }
+
+    // Adds the products of BLOCKS scale blocks, from the pair of inputs `begin` on.
+    template <int BLOCKS, int ROWS>
+    void add_blocks(Sums (&sums)[ROWS][2], int64_t row, int64_t output, int64_t begin) const {
+        Sums part[BLOCKS][ROWS][2] = {};
+        const uint32_t* mine = states + row * steps + begin * ROWS;
+        const uint8_t* from = codes + output * steps + begin * OUTPUTS;
+        const uint8_t* next = from + AHEAD;
+        for (int64_t step = 0; step < block; ++step, mine += ROWS, from += OUTPUTS, next += BLOCKS * OUTPUTS) {
+            __builtin_prefetch(next);
+            for (int b = 0; b < BLOCKS; ++b) {
+                const uint32_t* of_block = mine + b * block * ROWS;
+                Pairs pairs[2];
+                table.expand(from + b * block * OUTPUTS, pairs);
+                for (int r = 0; r < ROWS; ++r)
+                    for (int v = 0; v < 2; ++v) part[b][r][v] = add(part[b][r][v], of_block[r], pairs[v]);
+            }
+        }
+        const uint16_t* scale = scales + begin / block * outputs + output;
+        for (int b = 0; b < BLOCKS; ++b, scale += outputs)
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < 2; ++v) sums[r][v] = scaled(sums[r][v], part[b][r][v], scale + v * HALF);
     }
 
     template <int ROWS = MAX_ROWS>
