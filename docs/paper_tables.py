@@ -113,16 +113,16 @@ def falcon() -> str:
 
 def falcon_training() -> str:
     """Trainings that differ in one thing: means over their seeds."""
-    found = load("falcon/smollm2_falcon_glancing.json")["trainings"]
+    found = load("falcon/smollm2_glancing_layers.json")["trainings"]
     rows: Rows = []
     for kind, taus in trainings.by_kind(found, "tau").items():
         one = next(training for name, training in found.items() if name.startswith(kind))
         shape, csgd = one["settings"]["shape"], one["settings"]["csgd"]
-        schedule = {"off": "off", "paper": "the paper's", "steps": "falling"}[csgd["schedule"]]
-        lstm = "recurrent" if shape["recurrent"] else "per pair"
-        spread = f"{min(taus):.3f} - {max(taus):.3f}" if len(taus) > 1 else ""
-        rows.append((f"{shape['block_size']}", lstm, schedule, len(taus), spread, mean(taus)))
-    return table(("k", "LSTM", "CSGD", "seeds", "range", "tau"), rows, ".3f")
+        learned = "learned" if csgd["learn_replaced"] else "not learned"
+        glancing = "off" if csgd["schedule"] == "off" else f"falling, {learned}"
+        spread = f"{min(taus):.3f} - {max(taus):.3f}"
+        rows.append((f"{shape['num_layers']}", glancing, len(taus), spread, mean(taus)))
+    return table(("attention layers", "CSGD", "seeds", "range", "tau"), rows, ".3f")
 
 
 def disco() -> str:

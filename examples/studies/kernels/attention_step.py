@@ -2,7 +2,7 @@
 
 Run as `python -m examples.studies.kernels.attention_step --help` says. Both forms run in turn on
 the same rows; all else of a step, products above all, is the same. What they compute is compared
-before anything is timed.
+before anything is timed. Last, the kernel runs without the rest of the step.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from contextlib import ExitStack
 from statistics import median
 
 import torch
-from hf_spec_kernels import using
+from hf_spec_kernels import ragged_tree_attention, using
 from transformers import PreTrainedModel
 
 from examples.studies import timing
 from examples.studies.kernels.step_time import Steps, check
+from examples.studies.kernels.tree_attention import Heads, make_problem
 from hf_spec.evaluation.bench.tables import Table
 
 # Rows, nodes of each, and committed tokens of each.
@@ -27,6 +28,7 @@ SHAPES = (
 )
 # What "auto" of the kernels means while a form runs.
 FORMS = {"PyTorch": "torch", "our kernel": "auto"}
+ALONE = "the kernel alone"
 
 
 @torch.no_grad()
@@ -55,19 +57,43 @@ def measure(
     return seconds
 
 
+@torch.no_grad()
+def attention_alone(
+    model: PreTrainedModel, shape: Sequence[int], repeats: int, clock: Callable[[], float]
+) -> list[float]:
+    """Seconds of the kernel for all layers and rows, each with keys and values of its own."""
+    rows, nodes, context = shape
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype = str(model.dtype).removeprefix("torch.")
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, size, dtype)
+    problems = [
+        make_problem(nodes, context, heads, torch.device("cpu"))
+        for _ in range(rows * config.num_hidden_layers)
+    ]
+    seconds = []
+    for _ in range(repeats + 1):
+        start = clock()
+        for problem in problems:
+            ragged_tree_attention(problem.query, problem.keys, problem.values, problem.layout)
+        seconds.append(clock() - start)
+    return seconds[1:]
+
+
 def table(records: Sequence[dict[str, object]]) -> str:
-    """Markdown: least and median milliseconds of both forms, and the ratio of the least."""
+    """Markdown: least and median milliseconds of both forms, the ratio of the least, the share."""
     lines = []
     for record in records:
         seconds = record["seconds"]
         assert isinstance(seconds, dict)
-        runs = [seconds[form] for form in FORMS]
+        runs = [seconds[form] for form in (*FORMS, ALONE)]
         figures = [f"{min(mine) * 1e3:.1f} / {median(mine) * 1e3:.1f}" for mine in runs]
         ratio = f"{min(runs[0]) / min(runs[1]):.2f}"
-        lines.append(
-            [*(str(record[name]) for name in ("rows", "nodes", "context")), *figures, ratio]
-        )
-    return Table(["rows", "nodes", "context", *FORMS, "ratio"], lines).markdown()
+        share = f"{min(runs[2]) / min(runs[1]):.1%}"
+        sizes = (str(record[name]) for name in ("rows", "nodes", "context"))
+        lines.append([*sizes, *figures, ratio, share])
+    heads = ["rows", "nodes", "context", *FORMS, ALONE, "ratio", "share of a step"]
+    return Table(heads, lines).markdown()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -83,6 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     records: list[dict[str, object]] = []
     for shape in options.shape or SHAPES:
         seconds = measure(model, shape, options.repeats, clock)
+        seconds[ALONE] = attention_alone(model, shape, options.repeats, clock)
         names = dict(zip(("rows", "nodes", "context"), shape, strict=True))
         records.append({**names, "seconds": seconds})
     print(table(records))

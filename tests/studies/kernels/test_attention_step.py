@@ -11,12 +11,16 @@ from tests.compiler import needs_compiler
 
 
 def test_table() -> None:
-    seconds = {"PyTorch": [0.03, 0.02], "our kernel": [0.01, 0.016]}
+    seconds = {
+        "PyTorch": [0.03, 0.02],
+        "our kernel": [0.01, 0.016],
+        "the kernel alone": [0.001, 0.0005],
+    }
     record = {"rows": 4, "nodes": 1, "context": 200, "seconds": seconds}
     assert table([record]).splitlines() == [
-        "| rows | nodes | context | PyTorch | our kernel | ratio |",
-        "|---|---|---|---|---|---|",
-        "| 4 | 1 | 200 | 20.0 / 25.0 | 10.0 / 13.0 | 2.00 |",
+        "| rows | nodes | context | PyTorch | our kernel | the kernel alone | ratio | share of a step |",
+        "|---|---|---|---|---|---|---|---|",
+        "| 4 | 1 | 200 | 20.0 / 25.0 | 10.0 / 13.0 | 0.5 / 0.8 | 2.00 | 5.0% |",
     ]
 
 
@@ -31,4 +35,4 @@ def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
         (1, 3, 9),
         (2, 1, 7),
     ]
-    assert [len(runs) for step in steps for runs in step["seconds"].values()] == [2] * 4
+    assert [len(runs) for step in steps for runs in step["seconds"].values()] == [2] * 6
