@@ -32,7 +32,7 @@ struct bfloat16 {
 };
 
 // Two of them, the first in the lower half.
-struct Pair {
+struct Bfloat16Pair {
     uint32_t bits;
 };
 
@@ -100,7 +100,7 @@ inline Floats load(const int8_t* from) {
 #endif
 }
 
-inline Words load(const Pair* from) {
+inline Words load(const Bfloat16Pair* from) {
     return reinterpret_cast<Words>(load(reinterpret_cast<const float*>(from)));
 }
 
@@ -108,7 +108,7 @@ inline Words load(const Pair* from) {
 inline Floats add_product(Floats sums, float weight, Floats numbers) { return sums + weight * numbers; }
 
 // The same for pairs: both products are added.
-inline Floats add_product(Floats sums, Pair weight, Words pairs) {
+inline Floats add_product(Floats sums, Bfloat16Pair weight, Words pairs) {
     const Words weights = Words{} + weight.bits;
 #if defined(__AVX512BF16__)
     return _mm512_dpbf16_ps(sums, (__m512bh)weights, (__m512bh)pairs);

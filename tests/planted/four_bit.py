@@ -33,8 +33,8 @@ MUTANTS = (
         "a block of 4-bit codes has the scales of the next",
         area="C++ kernels",
         file="kernels/hf_spec_kernels/four_bit_linear/kernel.cpp",
-        old="part[r][v], scale + v * HALF);",
-        new="part[r][v], scale + (begin + block < steps) * outputs + v * HALF);",
+        old="part[b][r][v], scale + v * HALF);",
+        new="part[b][r][v], scale + (begin + BLOCKS * block < steps) * outputs + v * HALF);",
         tests=(
             "tests/kernels/test_four_bit_linear.py::test_results_are_exact_up_to_rounding",
             "tests/backend/cpu/test_four_bit.py::test_the_bits_are_those_of_bitsandbytes",

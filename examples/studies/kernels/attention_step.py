@@ -92,7 +92,7 @@ def table(records: Sequence[dict[str, object]]) -> str:
         share = f"{min(runs[2]) / min(runs[1]):.1%}"
         sizes = (str(record[name]) for name in ("rows", "nodes", "context"))
         lines.append([*sizes, *figures, ratio, share])
-    heads = ["rows", "nodes", "context", *FORMS, ALONE, "ratio", "share of a step"]
+    heads = ["rows", "nodes", "context", *FORMS, ALONE, "ratio", "share"]
     return Table(heads, lines).markdown()
 
 

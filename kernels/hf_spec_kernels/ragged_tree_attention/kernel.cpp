@@ -75,7 +75,7 @@ struct Table {
 
 // What takes part in a product as 32 bits, and how many numbers it is.
 template <typename T>
-using Factor = std::conditional_t<std::is_same_v<T, bfloat16>, Pair, float>;
+using Factor = std::conditional_t<std::is_same_v<T, bfloat16>, Bfloat16Pair, float>;
 
 template <typename T>
 constexpr int64_t NUMBERS = sizeof(Factor<T>) / sizeof(T);

@@ -18,7 +18,7 @@ def test_table() -> None:
     }
     record = {"rows": 4, "nodes": 1, "context": 200, "seconds": seconds}
     assert table([record]).splitlines() == [
-        "| rows | nodes | context | PyTorch | our kernel | the kernel alone | ratio | share of a step |",
+        "| rows | nodes | context | PyTorch | our kernel | the kernel alone | ratio | share |",
         "|---|---|---|---|---|---|---|---|",
         "| 4 | 1 | 200 | 20.0 / 25.0 | 10.0 / 13.0 | 0.5 / 0.8 | 2.00 | 5.0% |",
     ]
