@@ -37,7 +37,7 @@ from hf_spec.backend.device import transfer
 from hf_spec.backend.device.transfer import fetch, send
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import NodeProcessors
-from hf_spec.engine.decode.sampling import draw_or_none
+from hf_spec.engine.decode.sampling import argmaxes, draw_or_none
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import Readout
 from hf_spec.engine.runner import ModelRunner
@@ -202,7 +202,7 @@ class NodeDraw(ExactVerifier):
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
         if self.reads_best_only(walk.state):
-            walk.choices = walk.raw.argmax(dim=-1).tolist()
+            walk.choices = argmaxes(walk.raw)
 
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
@@ -214,7 +214,7 @@ class NodeDraw(ExactVerifier):
             scores = _mask_greedy_rows(scores, list(here), walk.state)
             tokens = draw_or_none(scores.softmax(dim=-1)).tolist()
         else:
-            tokens = scores.argmax(dim=-1).tolist()
+            tokens = argmaxes(scores)
         return _follow(tree, here, tokens)
 
 

@@ -138,7 +138,8 @@ class LayerState:
             return False
         try:
             # All containers have as many entries as before, so both sequences have equal length.
-            values = [read(source) for read, source in self._views]
+            # A list of the views would start the garbage collector in every step.
+            values = (read(source) for read, source in self._views)
             return all(map(is_, chain.from_iterable(values), self._seen))
         except (KeyError, AttributeError, ValueError):
             return False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from hf_spec.engine.decode.sampling import distribution, draw, exponential_race
+from hf_spec.engine.decode.sampling import argmaxes, distribution, draw, exponential_race
 from hf_spec.evaluation.lossless.distribution import chi_square
 
 DRAWS = 20_000
@@ -41,6 +42,16 @@ def test_on_the_host_it_is_multinomial() -> None:
 
 
 INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_argmaxes_are_those_of_torch(dtype: torch.dtype) -> None:
+    """Of equal logits the first, of which there are many in half precision; NaN is the largest."""
+    logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[3], logits[4], logits[5, 70], logits[6, [9, 90]] = 0, -INF, INF, NAN
+    # Closer to each other than float32 can tell.
+    logits[7, :3] = torch.tensor([9, 9 + 1e-12, 9], dtype=torch.float64).to(dtype)
+    assert argmaxes(logits) == logits.argmax(dim=-1).tolist()
 
 
 def test_the_distribution_of_finite_scores_is_their_softmax() -> None:
