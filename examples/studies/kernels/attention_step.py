@@ -20,6 +20,7 @@ from examples.studies import timing
 from examples.studies.kernels.step_time import Steps, check
 from examples.studies.kernels.tree_attention import Heads, make_problem
 from hf_spec.evaluation.bench.tables import Table
+from hf_spec.training.heads import layer_config
 
 # Rows, nodes of each, and committed tokens of each.
 SHAPES = (
@@ -63,13 +64,16 @@ def attention_alone(
 ) -> list[float]:
     """Seconds of the kernel for all layers and rows, each with keys and values of its own."""
     rows, nodes, context = shape
-    config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dtype = str(model.dtype).removeprefix("torch.")
-    heads = Heads(config.num_attention_heads, config.num_key_value_heads, size, dtype)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    sizes = layer_config(model, mlp_size=None, num_layers=num_layers)
+    heads = Heads(
+        sizes["num_attention_heads"],
+        sizes["num_key_value_heads"],
+        sizes["head_dim"],
+        str(model.dtype).removeprefix("torch."),
+    )
     problems = [
-        make_problem(nodes, context, heads, torch.device("cpu"))
-        for _ in range(rows * config.num_hidden_layers)
+        make_problem(nodes, context, heads, torch.device("cpu")) for _ in range(rows * num_layers)
     ]
     seconds = []
     for _ in range(repeats + 1):

@@ -81,7 +81,7 @@ class AdaptiveLengthDrafter(CostModelDrafter):
             # until the garbage collector runs.
             self._policy.level_cost = None
         if self.assistants:
-            # Levels that the policy did not draft are no failures.
+            # Levels that the policy did not draft do not count as failures.
             self._main.limits = {row: self._main.tree.height(row) for row in limits}
         return tree
 

@@ -46,7 +46,7 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_argmaxes_are_those_of_torch(dtype: torch.dtype) -> None:
-    """Of equal logits the first, of which there are many in half precision; NaN is the largest."""
+    """The first of equal logits is taken, of which half precision has many; NaN is the largest."""
     logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[3], logits[4], logits[5, 70], logits[6, [9, 90]] = 0, -INF, INF, NAN
     # Closer to each other than float32 can tell.
