@@ -74,8 +74,13 @@ def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa:
 
 
 def warm_up(model: PreTrainedModel) -> None:
-    """Compile the layers of a model by running a step of every size in `NODES` on a short text."""
+    """Compile the layers of a model by running a step of every size in `NODES` on a short text.
+
+    Once per model: layers that change later are compiled in the call that meets the change.
+    """
     compiled = CompiledLayers.of(model)
+    if compiled.is_warm:
+        return
     if not takes_packed(model):
         compiled.refuse(type(model).__name__, "it takes no attention function")
         return
@@ -83,6 +88,7 @@ def warm_up(model: PreTrainedModel) -> None:
         # The first run finds the layers.
         for _ in range(1 if compiled.layers else 2):
             _run(model)
+    compiled.is_warm = True
 
 
 @torch.no_grad()

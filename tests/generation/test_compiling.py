@@ -83,6 +83,25 @@ def test_the_option_of_a_strategy_compiles(call: str) -> None:
     assert [layer.is_compiled for layer in CompiledLayers.of(target).layers] == [True] * 3
 
 
+def test_only_the_first_call_warms_up() -> None:
+    target, forwards = model(), []
+    target.register_forward_pre_hook(lambda *_: forwards.append(None))
+    config = hf_spec.NoneConfig(compile=True)
+
+    def call() -> int:
+        forwards.clear()
+        options = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 8}
+        prompt = tiny_models.prompts("llama", "one")
+        stats = target.generate(**prompt, **options, spec_strategy=config).spec_stats
+        return len(forwards) - stats.target_forwards
+
+    assert [call() for _ in range(3)] == [4, 0, 0]
+    # The report is that of a new trial.
+    forwards.clear()
+    hf_spec.compile(target)
+    assert len(forwards) == 2
+
+
 def test_nothing_is_compiled_for_a_call_that_is_refused() -> None:
     target = model()
     with pytest.raises(hf_spec.AssistantError, match="needs assistant"):

@@ -121,10 +121,11 @@ class CompiledLayers:
         functions: by kind of layer and call; an error where compiling failed.
         refused: why layers run uncompiled, by name.
         seconds: time spent on compiling and on comparing results.
+        is_warm: True after a warm-up, until refused layers may be tried again.
     """
 
     def __init__(self) -> None:
-        self.enabled = False
+        self.enabled = self.is_warm = False
         self.layers: list[CompiledLayer] = []
         self.functions: dict[object, Function | Exception] = {}
         self.refused: dict[str, str] = {}
@@ -248,6 +249,7 @@ class CompiledLayers:
 
     def forget_refusals(self) -> None:
         """Let every layer that runs uncompiled be tried again."""
+        self.is_warm = False
         self.refused.clear()
         for layer in self.layers:
             layer.forget_refusals()

@@ -1,0 +1,59 @@
+"""The same model with as many key-value heads as query heads.
+
+A Falcon head copies the target's last layer. With grouped-query attention its keys and values are
+narrow: in SmolLM2-135M, three heads of nine. Keys and values of this copy are repeated, so that the
+model computes the same, and a head of it starts with keys and values of full width. Train it on the
+answers of the original. Run as
+`python -m examples.studies.falcon.full_width --model MODEL --out FOLDER`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from examples.studies.models import load_model
+
+REPEATED = (".k_proj.", ".v_proj.")
+
+
+def full_width(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of `model` in which every query head has keys and values of its own."""
+    config = copy.deepcopy(model.config)
+    groups = config.num_attention_heads // config.num_key_value_heads
+    width = model.config.hidden_size // config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or width
+    config.num_key_value_heads = config.num_attention_heads
+    weights = {
+        name: _repeated(weight, head_size, groups) if any(p in name for p in REPEATED) else weight
+        for name, weight in model.state_dict().items()
+    }
+    wide = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    wide.load_state_dict(weights)
+    wide.generation_config = model.generation_config
+    return wide
+
+
+def _repeated(weight: torch.Tensor, head_size: int, groups: int) -> torch.Tensor:
+    """Return rows of (key-value heads * head_size, ...) repeated head by head."""
+    heads = weight.unflatten(0, (-1, head_size))
+    return heads.repeat_interleave(groups, dim=0).flatten(0, 1)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="folder or Hub id")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the copy")
+    options = parser.parse_args(argv)
+    model, tokenizer = load_model(options.model)
+    full_width(model).save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""How close a step without a draft comes to a plain read of its weights.
+
+Decoding one sequence reads every weight of the decoder layers and of the output head once per
+token, so no step is faster than that. Answers of two lengths and reads of as many bytes by
+`torch.sum` take turns; a step is the difference of the answers' times per token. Run as
+`python -m examples.studies.kernels.memory_floor --model MODEL --dtype bfloat16 --out FLOOR.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import hf_spec
+from examples.studies import timing
+from examples.studies.kernels.four_bit import read_seconds
+from hf_spec.evaluation.bench.tables import Table
+
+PROMPT, SHORT, LONG = 16, 8, 72
+
+
+def step_bytes(model: Any) -> int:
+    """Return the bytes of all linear layers, of which a step reads each once."""
+    weights = {
+        layer.weight.data_ptr(): layer.weight.nbytes
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear)
+    }
+    return sum(weights.values())
+
+
+def measure(model: Any, repeats: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Return seconds of a step and of a read by repetition."""
+    ids = torch.arange(1, PROMPT + 1)[None]
+    nbytes = step_bytes(model)
+
+    def answer(tokens: int) -> float:
+        begin = clock()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            spec_strategy="none",
+            pad_token_id=0,
+        )
+        return clock() - begin
+
+    answer(LONG)
+    found: dict[str, list[float]] = {"step": [], "read": []}
+    for _ in range(repeats):
+        short, read = answer(SHORT), min(read_seconds(nbytes, 2, clock))
+        found["step"].append((answer(LONG) - short) / (LONG - SHORT))
+        found["read"].append(read)
+    return found
+
+
+def table(found: dict[str, list[float]], nbytes: int) -> str:
+    """Return Markdown: a row for the step and one for the read, and their ratio."""
+    ratios = [step / read for step, read in zip(found["step"], found["read"], strict=True)]
+    rows = []
+    for name, values in found.items():
+        spread = f"{median(values) * 1e3:.1f} ({min(values) * 1e3:.1f} - {max(values) * 1e3:.1f})"
+        rows.append([name, spread, f"{nbytes / median(values) / 1e9:.1f}"])
+    rows.append(["step / read", f"{median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})", ""])
+    return Table(["", "ms, median (min - max)", "GB per second"], rows).markdown()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    timing.add_options(parser)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args(argv)
+    model, clock = timing.begin(options)
+    nbytes = step_bytes(model)
+    hf_spec.compile(model)
+    found = measure(model, options.repeats, clock)
+    print(table(found, nbytes))
+    facts = {"model": timing.shown(options.model), "dtype": options.dtype, "bytes": nbytes}
+    timing.write_record(options, {**facts, "seconds": found})
+
+
+if __name__ == "__main__":
+    main()
