@@ -149,9 +149,23 @@ def disco() -> str:
     mine = earlier["disco:acceptance_threshold=0.65,max_draft_tokens=8"]
     captured = _captured(_best_static(earlier), mine, earlier["oracle"])
     rows.append(("ours, 0.65, longest 8, earlier", None, None, *captured))
+    rows += _transferred()
     heads = ("heuristic", "static 5", "best static", "DISCO")
     ratios = ("DISCO / static", "oracle / static", "captured, %")
     return table(("data", *heads, *ratios), rows, *[".2f"] * 6, ".0f")
+
+
+def _transferred() -> Rows:
+    """Return a row per set of prompts on which a classifier of MBPP's training part is judged."""
+    rows: Rows = []
+    for record in recorded({"": "disco/qwen_transfer.json"}).values():
+        by_set: dict[str, dict[str, float]] = {}
+        for row in record["rows"]:
+            by_set.setdefault(row["judged"], {})[row["rule"]] = row["speed"]
+        for name, speed in by_set.items():
+            captured = _captured(speed["static"], speed["classifier"], speed["oracle"])
+            rows.append((f"Qwen, {name.replace('_', ' ')}", None, None, *captured))
+    return rows
 
 
 def _total_ratios(name: str) -> dict[str, float]:
