@@ -638,6 +638,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "every call warms compiled layers up",
+        area="compiled layers",
+        file="hf_spec/generation/compiling.py",
+        old="compiled.is_warm = True",
+        new="compiled.is_warm = False",
+        tests=("tests/generation/test_compiling.py::test_only_the_first_call_warms_up",),
+    ),
+    Mutant(
         "code of torch.compile runs during a generation",
         area="CUDA graphs",
         file="hf_spec/engine/runner.py",

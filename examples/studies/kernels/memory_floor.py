@@ -64,12 +64,21 @@ def measure(model: Any, repeats: int, clock: Callable[[], float]) -> dict[str, l
 def table(found: dict[str, list[float]], nbytes: int) -> str:
     """Return Markdown: a row for the step and one for the read, and their ratio."""
     ratios = [step / read for step, read in zip(found["step"], found["read"], strict=True)]
-    rows = []
-    for name, values in found.items():
-        spread = f"{median(values) * 1e3:.1f} ({min(values) * 1e3:.1f} - {max(values) * 1e3:.1f})"
-        rows.append([name, spread, f"{nbytes / median(values) / 1e9:.1f}"])
-    rows.append(["step / read", f"{median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})", ""])
-    return Table(["", "ms, median (min - max)", "GB per second"], rows).markdown()
+    rows = [
+        [
+            name,
+            _spread([1e3 * value for value in values], ".1f"),
+            f"{nbytes / median(values) / 1e9:.1f}",
+        ]
+        for name, values in found.items()
+    ]
+    rows.append(["step / read", _spread(ratios, ".2f"), ""])
+    return Table(["", "ms or ratio, median (min - max)", "GB per second"], rows).markdown()
+
+
+def _spread(values: list[float], form: str) -> str:
+    middle, low, high = (format(f(values), form) for f in (median, min, max))
+    return f"{middle} ({low} - {high})"
 
 
 def main(argv: list[str] | None = None) -> None:

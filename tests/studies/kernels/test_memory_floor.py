@@ -27,7 +27,8 @@ def test_command(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "floor.json"
     memory_floor.main(["--model", str(tmp_path / "model"), "--repeats", "2", "--out", str(out)])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["step", "read", "step / read"]
+    names = [line.split(" | ")[0].strip("| ") for line in lines[2:]]
+    assert names == ["step", "read", "step / read"]
     record = json.loads(out.read_text())
     assert {name: len(runs) for name, runs in record["seconds"].items()} == {"step": 2, "read": 2}
     assert record["bytes"] > 0
