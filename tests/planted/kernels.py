@@ -272,10 +272,10 @@ MUTANTS = (
     Mutant(
         "hooks of users inside a layer are skipped",
         area="compiled layers",
-        file="hf_spec/engine/fast/compiled_layers.py",
+        file="hf_spec/engine/fast/layer_obstacles.py",
         old="harmless = module is layer or all(map(_is_harmless, hooks))",
         new="harmless = True",
-        tests=("tests/engine/fast/test_compiled_layers.py::test_hooks_and_training_are_obstacles",),
+        tests=("tests/engine/fast/test_layer_obstacles.py::test_hooks_and_training_are_obstacles",),
     ),
     Mutant(
         "a compiled low-rank change ignores the gate",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
-from hf_spec.backend.cpu.eight_bit import is_dynamic
-from hf_spec.backend.cpu.four_bit import is_four_bit
 from hf_spec.engine.fast.fused_layer import FusedFunction, FusedLayer, fuse_layer
 from hf_spec.engine.fast.layer_call import BoundLayer
+from hf_spec.engine.fast.layer_obstacles import obstacle
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
 from hf_spec.engine.fast.layer_tracing import (
     DOWN,
@@ -40,12 +38,7 @@ from hf_spec.engine.fast.layer_tracing import (
     compile_layer,
     tensors_of,
 )
-from hf_spec.engine.fast.packed_linear import (
-    has_fast_forward,
-    is_quantized,
-    mode,
-    packed_changes,
-)
+from hf_spec.engine.fast.packed_linear import mode, packed_changes
 from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 from hf_spec.engine.forward.low_rank_change import LowRankChange, changes_in
 from hf_spec.engine.forward.model_cache import cached_per_model
@@ -193,7 +186,8 @@ class CompiledLayers:
             self._packed, self._state = packed, state
 
     def _add(self, layer: CompiledLayer, state: LayerState) -> Hashable | None:
-        reason = _obstacle(layer.layer)
+        dtypes = {device: backend.dtypes for device, backend in BACKENDS.items()}
+        reason = obstacle(layer.layer, dtypes, CompiledLayer)
         if reason is None:
             try:
                 return state.add(layer.layer)
@@ -461,73 +455,9 @@ def _step_call(step: PackedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return call
 
 
-def _obstacle(layer: nn.Module) -> str | None:
-    if layer.training:
-        return "it is in training mode"
-    quantized = {id(part.weight) for part in layer.modules() if is_quantized(part)}
-    tensors = [tensor for tensor in tensors_of(layer).values() if id(tensor) not in quantized]
-    if (reason := _weights_obstacle(tensors)) is not None:
-        return reason
-    if any(map(is_dynamic, layer.modules())) and tensors[0].dtype != torch.bfloat16:
-        return "it has 8-bit weights, which are compiled in bfloat16"
-    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
-        return "there are hooks of all modules"
-    for module in layer.modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # Hooks of the layer itself are called around it.
-        harmless = module is layer or all(map(_is_harmless, hooks))
-        # A compiled layer reads packed weights itself.
-        forward = vars(module).get("forward")
-        replaced = forward is not None and not isinstance(forward, CompiledLayer)
-        replaced = replaced and not has_fast_forward(module)
-        if replaced or not harmless or hasattr(module, "_hf_hook"):
-            return "it has hooks or a forward of its own"
-    return _change_obstacle(layer)
-
-
-def _is_harmless(hook: Any) -> bool:
-    # Hooks of transformers collect outputs; compiled layers contain low-rank changes.
-    package = getattr(hook, "__module__", "").partition(".")[0]
-    return package == "transformers" or isinstance(hook, LowRankChange)
-
-
-def _change_obstacle(layer: nn.Module) -> str | None:
-    """Return why low-rank changes cannot be part of the compiled layer, or None."""
-    weights = [module._parameters.get("weight") for module in layer.modules()]
-    for module in layer.modules():
-        if not changes_in(module):
-            continue
-        if type(module) is not nn.Linear and not is_four_bit(module):
-            return f"there is a low-rank change of a layer of class {type(module).__name__}"
-        if sum(weight is module.weight for weight in weights) > 1:
-            return "there is a low-rank change of a layer that shares its weight"
-    return None
-
-
 def _changes_of(layer: nn.Module) -> list[tuple[str, LowRankChange]]:
     modules = layer.named_modules()
     return [(f"{name}.weight", change) for name, part in modules for change in changes_in(part)]
-
-
-def _weights_obstacle(tensors: Collection[Tensor]) -> str | None:
-    devices = {tensor.device.type for tensor in tensors}
-    if len(devices) != 1 or not devices <= BACKENDS.keys():
-        return f"it is on {', '.join(sorted(devices))}; layers are compiled on {_names(BACKENDS)}"
-    if {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}:
-        return "its weights are of a tensor subclass"
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    supported = BACKENDS[devices.pop()].dtypes
-    if unsupported := sorted(map(_name, dtypes - {*supported})):
-        return f"it has weights in {unsupported[0]}; {_names(map(_name, supported))} are compiled"
-    return None
-
-
-def _names(values: Iterable[str]) -> str:
-    return ", ".join(values)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _agree(result: Any, expected: Any) -> bool:

@@ -14,7 +14,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import fx, nn
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_hook
 
 import hf_spec
 from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
@@ -284,48 +283,6 @@ def test_an_adapter_that_is_chosen_later_counts(runs: list[Any]) -> None:
         assert torch.equal(found[-1], generate(target, "llama"))
         assert len(runs) > before
     assert not torch.equal(found[0], found[1])
-
-
-def test_hooks_and_training_are_obstacles() -> None:
-    target = model("llama")
-    seen: list[Any] = []
-    first, second, _ = target.model.layers
-    hook = first.mlp.register_forward_hook(lambda *given: seen.append(given))
-    second.train()
-    refused = hf_spec.compile(target).refused
-    assert refused == {
-        "model.layers.0": "it has hooks or a forward of its own",
-        "model.layers.1": "it is in training mode",
-    }
-    seen.clear()
-    generate(target, "llama", spec_strategy="lookup")
-    assert seen, "the hook is called"
-    hook.remove()
-    second.eval()
-    assert hf_spec.compile(target).layers == 3
-
-
-def test_a_dtype_that_is_not_compiled() -> None:
-    report = hf_spec.compile(model("llama").double())
-    said = "it has weights in float64; float32, bfloat16 are compiled"
-    assert report.refused == {f"model.layers.{index}": said for index in range(3)}
-    assert report.programs == 0
-
-
-def test_a_hook_of_all_modules_is_called() -> None:
-    target = model("llama")
-    hf_spec.compile(target)
-    before = generate(target, "llama", spec_strategy="lookup")
-    hook = register_module_forward_hook(
-        lambda module, given, result: -3 * result if isinstance(module, nn.Linear) else None
-    )
-    try:
-        found = generate(target, "llama", spec_strategy="lookup")
-        assert torch.equal(found, generate(target, "llama"))
-    finally:
-        hook.remove()
-    assert not torch.equal(found, before)
-    assert hf_spec.compile(target).layers == 3
 
 
 def test_hidden_states_are_those_of_programs(runs: list[Any]) -> None:
