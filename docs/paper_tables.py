@@ -27,6 +27,8 @@ MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 ALL = (None, "all")
 Rows = list[Sequence[Any]]
 FALCON = "falcon/smollm2_falcon"
+# Options that a classifier of MBPP's training part has from there.
+TRANSFERRED = "acceptance_threshold=0.3,max_draft_tokens=12"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -144,28 +146,27 @@ def disco() -> str:
     for options, kind in kinds.items():
         mine = speed[f"disco:{options}" if options else "disco"]
         rows.append((f"ours, {kind}", *shared, static, mine, mine / static, None, None))
-    # The newer record's oracle ran slower than others with as many nodes.
-    earlier = _total_ratios("disco/smollm2_lengths.json")
-    mine = earlier["disco:acceptance_threshold=0.65,max_draft_tokens=8"]
-    captured = _captured(_best_static(earlier), mine, earlier["oracle"])
-    rows.append(("ours, 0.65, longest 8, earlier", None, None, *captured))
-    rows += _transferred()
+    qwen = _total_ratios("disco/qwen_human_eval.json")
+    shared = qwen["draft:length_policy=heuristic"], qwen["draft:max_draft_tokens=5"]
+    static, mine = qwen["draft:max_draft_tokens=4"], qwen[f"disco:{TRANSFERRED}"]
+    ratios = mine / static, qwen["oracle"] / static
+    rows.append(("Qwen, HumanEval", *shared, static, mine, *ratios, None))
+    for name, rules in _transferred().items():
+        speeds = (rules[rule]["speed"] for rule in ("static", "classifier", "oracle"))
+        rows.append((f"Qwen, {name}, estimated", None, None, *_captured(*speeds)))
     heads = ("heuristic", "static 5", "best static", "DISCO")
     ratios = ("DISCO / static", "oracle / static", "captured, %")
     return table(("data", *heads, *ratios), rows, *[".2f"] * 6, ".0f")
 
 
-def _transferred() -> Rows:
-    """Return a row per set of prompts on which a classifier of MBPP's training part is judged."""
-    rows: Rows = []
-    for record in recorded({"": "disco/qwen_transfer.json"}).values():
-        by_set: dict[str, dict[str, float]] = {}
-        for row in record["rows"]:
-            by_set.setdefault(row["judged"], {})[row["rule"]] = row["speed"]
-        for name, speed in by_set.items():
-            captured = _captured(speed["static"], speed["classifier"], speed["oracle"])
-            rows.append((f"Qwen, {name.replace('_', ' ')}", None, None, *captured))
-    return rows
+def _transferred() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return by judged task and rule what a classifier of MBPP's training part reaches."""
+    found: dict[str, dict[str, dict[str, Any]]] = {"MBPP": {}, "HumanEval": {}}
+    names = {"mbpp": "MBPP", "human_eval": "HumanEval"}
+    for row in load("disco/qwen_transfer.json")["rows"]:
+        if row["judged"] in names:
+            found[names[row["judged"]]][row["rule"]] = row
+    return found
 
 
 def _total_ratios(name: str) -> dict[str, float]:
@@ -187,24 +188,6 @@ def _captured(static: float, mine: float, oracle: float) -> Sequence[float]:
     return static, mine, mine / static, oracle / static, share
 
 
-def disco_lengths() -> str:
-    """Mean and spread of the oracle's lengths."""
-    rows: Rows = [
-        (name, mean_length, deviation, deviation / mean_length, None)
-        for name, mean_length, deviation in CLAIMS["disco"]["oracle_lengths"]
-    ]
-    found = load("disco/smollm2_oracle_lengths.json")["lengths"]
-    tasks = sorted((name for name in found if name != "all"), key=lambda name: found[name]["mean"])
-    for name in ("all", tasks[-1]):
-        one = found[name]
-        none = 100 * one["histogram"].get("0", 0) / one["rounds"]
-        label = "ours, six tasks" if name == "all" else f"ours, {name}"
-        moments = (one["mean"], one["standard_deviation"])
-        rows.append((label, *moments, moments[1] / moments[0], none))
-    head = ("data", "mean", "deviation", "relative", "zero, %")
-    return table(head, rows, ".1f", ".1f", ".1f", ".0f")
-
-
 def disco_f1() -> str:
     """F1 of accepted tokens."""
     rows: Rows = [(name, static_f1, None, mine) for name, static_f1, mine in CLAIMS["disco"]["f1"]]
@@ -218,6 +201,9 @@ def disco_f1() -> str:
     ):
         static = max(value for rule, value in f1.items() if rule.startswith("static"))
         rows.append((name, *(100 * value for value in (static, f1["confidence"], f1[mine]))))
+    for name, rules in _transferred().items():
+        both = (100 * rules[rule]["f1_accepted"] for rule in ("confidence", "classifier"))
+        rows.append((f"Qwen, {name}", None, *both))
     return table(("data", "best static length", "confidence", "DISCO"), rows, ".0f", ".0f", ".0f")
 
 
@@ -277,23 +263,15 @@ def gsd() -> str:
 
 
 def gsd_merging() -> str:
-    """Nodes, accepted tokens, and divergence by merge length."""
-    ours = "gsd/smollm2_sweep_uncapped.json", "gsd/smollm2_merge_divergence_uncapped.json"
-    rows = _merging("", *ours)
-    qwen = "gsd/qwen_sweep.json", "gsd/qwen_merge_divergence.json"
-    if len(recorded({name: name for name in qwen})) == len(qwen):
-        rows += _merging(", Qwen", *qwen)
-    head = ("merge length", "nodes", "saved, %", "tau", "merged, %")
-    divergence = ("KL, nats", "KL, relative", "paper, relative")
-    return table((*head, *divergence), rows, ".0f", ".0f", ".2f", ".1f", ".3f", ".3f", ".3f")
-
-
-def _merging(label: str, sweep: str, divergence: str) -> Rows:
-    """Return a row per merge length of one pair of models, with its strongest pruning."""
-    summary = [row for row in load(sweep)["summary"] if row["children"] == 4]
-    strongest = max(row["min_probability"] for row in summary)
-    swept = {r["merge_length"]: r for r in summary if r["min_probability"] == strongest}
-    kl = {row["merge_length"]: row["mean_kl"] for row in load(divergence)["summary"]}
+    """Nodes, accepted tokens, and divergence by merge length, with one pruning."""
+    summary = load("gsd/qwen_sweep.json")["summary"]
+    swept = {
+        row["merge_length"]: row
+        for row in summary
+        if (row["children"], row["min_probability"]) == (4, 0.1)
+    }
+    divergence = load("gsd/qwen_merge_divergence.json")["summary"]
+    kl = {row["merge_length"]: row["mean_kl"] for row in divergence}
     claimed = CLAIMS["gsd"]["divergence"]
     rows: Rows = []
     for length in (None, *range(len(claimed))):
@@ -303,11 +281,13 @@ def _merging(label: str, sweep: str, divergence: str) -> Rows:
         merged = row and 100 * row["merged_accepted"]
         counts = (nodes, saved, row and row["tau"], merged)
         if length is None:
-            rows.append((f"none{label}", *counts, None, None, None))
+            rows.append(("none", *counts, None, None, None))
         else:
             relative = (kl[str(length)] / kl["0"], claimed[length] / claimed[0])
-            rows.append((f"{length}{label}", *counts, kl[str(length)], *relative))
-    return rows
+            rows.append((length, *counts, kl[str(length)], *relative))
+    head = ("merge length", "nodes", "saved, %", "tau", "merged, %")
+    relative = ("KL, nats", "KL, relative", "paper, relative")
+    return table((*head, *relative), rows, ".0f", ".0f", ".2f", ".1f", ".3f", ".3f", ".3f")
 
 
 def ems_sd() -> str:
@@ -340,7 +320,6 @@ TABLES: dict[str, Callable[[], str]] = {
         falcon,
         falcon_training,
         disco,
-        disco_lengths,
         disco_f1,
         sdsat,
         sdsat_trainings,
