@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.tiny_models import build
 
 
 def test_bytes() -> None:
-    model = build("llama")
+    model = copy.deepcopy(build("llama"))
     head = model.get_output_embeddings().weight
     model.get_input_embeddings().weight = head
     layers = sum(p.nbytes for p in model.model.layers.parameters() if p.ndim == 2)
