@@ -27,6 +27,7 @@ ADAPTERS = sorted(file.parent for file in EXAMPLES.glob("*/adapter_config.json")
 BASES = {
     "smollm2-135m": (SMOLLM2.hub_id, "apache-2.0"),
     "gemma-3-270m": (GEMMA3.hub_id, "gemma"),
+    "qwen2.5-coder-0.5b": ("Qwen/Qwen2.5-Coder-0.5B-Instruct", "apache-2.0"),
 }
 
 
@@ -239,7 +240,8 @@ def test_the_shipped_cards_have_what_the_hub_reads(folder: Path, tmp_path: Path)
     assert (data["base_model"], data["license"]) == base_of(folder)
     assert data["library_name"] == "hf_spec"
     assert data["base_model_relation"] == "adapter"
-    assert data["datasets"]
+    # Prompts that were made from source code are in no data set of the Hub.
+    assert data.get("datasets") or "prompts are signatures" in (folder / "README.md").read_text()
     adapter = load_adapter(folder)
     assert ModelCard.load(folder / "README.md").data.model_name == folder.name
     copy = as_generated(adapter, tmp_path)
