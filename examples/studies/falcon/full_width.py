@@ -24,12 +24,10 @@ REPEATED = (".k_proj.", ".v_proj.")
 def full_width(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of `model` in which every query head has keys and values of its own."""
     config = copy.deepcopy(model.config)
-    groups = config.num_attention_heads // config.num_key_value_heads
-    width = model.config.hidden_size // config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or width
-    config.num_key_value_heads = config.num_attention_heads
+    narrow, wide_heads = config.num_key_value_heads, config.num_attention_heads
+    config.num_key_value_heads = wide_heads
     weights = {
-        name: _repeated(weight, head_size, groups) if any(p in name for p in REPEATED) else weight
+        name: _repeated(weight, narrow, wide_heads) if any(p in name for p in REPEATED) else weight
         for name, weight in model.state_dict().items()
     }
     wide = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
@@ -38,10 +36,10 @@ def full_width(model: PreTrainedModel) -> PreTrainedModel:
     return wide
 
 
-def _repeated(weight: torch.Tensor, head_size: int, groups: int) -> torch.Tensor:
-    """Return rows of (key-value heads * head_size, ...) repeated head by head."""
-    heads = weight.unflatten(0, (-1, head_size))
-    return heads.repeat_interleave(groups, dim=0).flatten(0, 1)
+def _repeated(weight: torch.Tensor, narrow: int, wide_heads: int) -> torch.Tensor:
+    """Return the rows of `narrow` heads repeated head by head, for `wide_heads` heads."""
+    heads = weight.unflatten(0, (narrow, -1))
+    return heads.repeat_interleave(wide_heads // narrow, dim=0).flatten(0, 1)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What keeps a decoder layer from being compiled, and that it then runs as it is."""
+"""Layers with hooks, in training mode, or in other dtypes run uncompiled; reports say why."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_hooks_and_training_are_obstacles() -> None:
 
 def test_a_dtype_that_is_not_compiled() -> None:
     report = hf_spec.compile(llama().double())
-    said = "it has weights in float64; float32, bfloat16 are compiled"
-    assert report.refused == {f"model.layers.{index}": said for index in range(3)}
+    reason = "it has weights in float64; float32, bfloat16 are compiled"
+    assert report.refused == {f"model.layers.{index}": reason for index in range(3)}
     assert report.programs == 0
 
 
