@@ -65,11 +65,12 @@ def read_pairs(
     block_size: int,
     max_context: int | None = None,
     layers: Sequence[int] = LAST,
+    learn_prompts: bool = False,
 ) -> Pairs:
     """Return texts as one batch; a learned place is one whose token t_{i+k+1} is of the answer.
 
-    At most `max_context` tokens of a prompt are read. `target` computes missing features, from the
-    states of `layers`; `block_size` is k.
+    At most `max_context` tokens of a prompt are read, and learned with `learn_prompts`. `target`
+    computes missing features, from the states of `layers`; `block_size` is k.
     """
     stored = [text.features for text in texts]
     if any(features is None for features in stored):
@@ -79,7 +80,8 @@ def read_pairs(
         response = text.response
         cut = cut_prompt(response, max_context)
         line = [*response.prompt, *response.response][cut + 1 :]
-        first = max(0, len(response.prompt) - cut - 1 - block_size)
+        answered = max(0, len(response.prompt) - cut - 1 - block_size)
+        first = 0 if learn_prompts else answered
         lines.append(torch.tensor(line))
         assert features is not None
         states.append(features[cut:])

@@ -176,7 +176,7 @@ def test_the_loss_of_a_falcon_head(temperature: float, device: torch.device, ker
     )
     torch.manual_seed(0)
     head = FalconHead(model, FalconShape(2, dropout=0.0), torch.arange(0, 97, 2)).to(device).train()
-    loss = GlancingLoss(head, model, settings, 4, torch.ones(head.hidden_size))
+    loss = GlancingLoss(head, model, settings, 4, feature_size=1.0)
     found = []
     for impl in ("auto", "torch"):
         with using(impl) if impl == "torch" else nullcontext():

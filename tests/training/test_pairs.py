@@ -54,6 +54,21 @@ class TestPairs:
                 one, other = (getattr(p, name)[p.rows, p.places + at] for p in (whole, cut))
                 assert torch.equal(one, other)
 
+    @pytest.mark.parametrize("k", [1, 2])
+    def test_prompts_may_be_learned(
+        self, model: PreTrainedModel, texts: list[Text], k: int
+    ) -> None:
+        answers = read_pairs(model, texts, k)
+        for context in (None, 3):
+            pairs = read_pairs(model, texts, k, context, learn_prompts=True)
+            for text, (first, stop), (begin, end) in zip(
+                texts, pairs.span, answers.span, strict=True
+            ):
+                read = min(len(text.response.prompt), context or len(text.response.prompt))
+                # Every token that is read, after the first pairs.
+                assert (first, stop) == (0, read + len(text.response.response) - 1 - k)
+                assert end - begin <= stop - first
+
     def test_features_are_computed_where_they_are_missing(
         self, model: PreTrainedModel, texts: list[Text]
     ) -> None:

@@ -26,11 +26,10 @@ Paper and released code differ. Each choice is an option (`CsgdSettings`), by de
 - the weights: 1 for features, 0.1 * 0.9 for the soft label, 0.1 * 0.1 for the hard one (equations 2
   to 5 and 8).
 
-Ours, and off by default: `own_features`, the share of blocks whose input features are predicted by
-the head, as in the deeper passes of a draft (like HASS, Zhang et al. 2024, arXiv 2408.15766);
-`own_passes`, the number of passes that predict them, each from those of the pass before; and
-`feature_scale="dimension"`, which divides each dimension by its root mean square, where a few large
-ones would dominate.
+Ours, and off by default: `learn_prompts`, which also learns at the places of prompts;
+`own_features`, the share of blocks whose input features are predicted by the head, as in the deeper
+passes of a draft (like HASS, Zhang et al. 2024, arXiv 2408.15766); and `own_passes`, the number of
+passes that predict them, each from those of the pass before.
 
 With k = 2 there are N runs of one pair. For larger k there are N // k runs of 1 to k - 1 pairs, as
 in the code. The code's blocks begin at the first answer token and those of its mask at multiples of
@@ -59,8 +58,8 @@ NOISE_LENGTH = 512
 class GlancingLoss:
     """The CSGD loss of a head in training mode on micro-batches, with a frozen target.
 
-    `sizes` are the (H,) root mean squares of the dimensions of the target's features, `max_context`
-    the last tokens of a prompt that are read, None for all.
+    `feature_size` is the root mean square of the target's features. At most `max_context` tokens
+    of a prompt are read.
     """
 
     def __init__(
@@ -69,13 +68,12 @@ class GlancingLoss:
         target: PreTrainedModel,
         settings: CsgdSettings,
         num_epochs: int,
-        sizes: Tensor,
+        feature_size: float,
         max_context: int | None = None,
     ):
         self.head, self.target, self.settings = head, target, settings
         self.num_epochs, self.max_context = num_epochs, max_context
-        self.sizes = sizes.float().to(target.device)
-        self.noise_size = 0.1 * float(self.sizes.square().mean().sqrt())
+        self.noise_size = 0.1 * feature_size
         self.place_of = head.head.places().to(target.device)
 
     def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
@@ -84,7 +82,8 @@ class GlancingLoss:
         k = self.head.shape.block_size
         grid = int(torch.randint(k, ()))
         layers = self.head.hidden_layers
-        pairs = read_pairs(self.target, batch.items, k, self.max_context, layers)
+        prompts = self.settings.learn_prompts
+        pairs = read_pairs(self.target, batch.items, k, self.max_context, layers, prompts)
         states = pairs.features.split(self.head.hidden_size, dim=-1)
         truth = states[-1][pairs.rows, pairs.places + k]
         # One region per pass: the second must not reuse weights that were cast without gradient.
@@ -182,8 +181,6 @@ class GlancingLoss:
     ) -> Tensor:
         """Return the weighted losses, summed over places."""
         settings, logits = self.settings, logits.float()
-        if settings.feature_scale == "dimension":
-            predicted, truth = predicted / self.sizes, truth / self.sizes
         near = F.smooth_l1_loss(predicted.float(), truth.float(), reduction="sum")
         loss = settings.feature_weight * near / predicted.shape[-1]
         labels = self.place_of[answers]

@@ -73,9 +73,8 @@ class CsgdSettings(Settings):
             code has 0.95.
         own_features: share of predicted inputs. The head predicts their input features.
         own_passes: passes that predict inputs. Each reads the predictions of the pass before.
-        feature_scale: scale of compared features. They are compared as they are (raw), or each
-            dimension is divided by its root mean square (dimension).
         learn_replaced: also learn at replaced inputs. They contain their answers.
+        learn_prompts: also learn the tokens of prompts that are read.
     """
 
     panel = "Loss"
@@ -83,15 +82,15 @@ class CsgdSettings(Settings):
     schedule: Annotated[Literal["paper", "released", "steps", "off"], Named("csgd")] = "paper"
     noise: Literal["paper", "released", "off"] = "paper"
     hard_label: Literal["token", "gumbel"] = "token"
-    replaced_token: Literal["teacher", "data"] = "teacher"
+    replaced_token: Internal[Literal["teacher", "data"]] = "teacher"
     feature_weight: Weight = 1.0
     soft_weight: Weight = 0.09
     hard_weight: Weight = 0.01
     soft_temperature: PositiveWeight = 1.0
     own_features: Share = 0.0
     own_passes: Count = 1
-    feature_scale: Literal["raw", "dimension"] = "raw"
     learn_replaced: bool = True
+    learn_prompts: bool = False
 
     def share(self, epoch: int, num_epochs: int, done: float = 0.0) -> float:
         """Return lambda in an epoch counted from 0, after the share `done` of all steps."""

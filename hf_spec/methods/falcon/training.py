@@ -78,7 +78,8 @@ def train_falcon(
     sizes = hidden_sizes(model, learned[:SAMPLE])
     head = _new_head(model, learned, settings, sizes, start)
     context = settings.max_context
-    loss = GlancingLoss(head, model, settings.csgd, run.epochs, sizes, context)
+    size = float(sizes.square().mean().sqrt())
+    loss = GlancingLoss(head, model, settings.csgd, run.epochs, size, context)
     lengths = [num_features(t.response) - cut_prompt(t.response, context) for t in learned]
     epochs = micro_batches(learned, lengths, run)
 
@@ -108,8 +109,7 @@ def online_training(model: PreTrainedModel, assistant: Any) -> OnlineTraining:
     def make_loss() -> GlancingLoss:
         # A vocabulary has copies of rows of the target's output head.
         head.head.read_rows(model.get_output_embeddings())
-        features = torch.ones(head.hidden_size)
-        return GlancingLoss(head, model, settings, 1, features)
+        return GlancingLoss(head, model, settings, 1, feature_size=1.0)
 
     return OnlineTraining(
         head=head,
