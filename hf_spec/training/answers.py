@@ -120,7 +120,10 @@ def stored(
         num_stored = _check(path, facts, list(map(_digest, shard))) if path.exists() else 0
         if num_stored < len(shard):
             with torch.inference_mode():
-                tensors = compute(shard)
+                tensors = compute(shard[num_stored:])
+            if num_stored:
+                before = load_file(path)
+                tensors = {key: torch.cat([before[key], new]) for key, new in tensors.items()}
             write_shard(folder, name, index, shard, facts, tensors)
         lengths = list(map(length, shard))
         columns = {key: tensor.split(lengths) for key, tensor in load_file(path).items()}

@@ -105,7 +105,7 @@ class TestStored:
     ) -> None:
         self.run(tmp_path, responses[:7])
         self.run(tmp_path, responses)
-        assert self.calls == [5, 2, 5, 5, 3]
+        assert self.calls == [5, 2, 3, 5, 3]
 
     def test_other_facts_or_answers_are_refused(
         self, responses: list[Response], tmp_path: Path

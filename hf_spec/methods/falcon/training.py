@@ -28,7 +28,7 @@ from hf_spec.methods.falcon.settings import (
     FalconTrainSettings,
 )
 from hf_spec.methods.feature_pairs.draft_head import check_plain_head
-from hf_spec.training.answers import learned_from
+from hf_spec.training.answers import answer_batches, learned_from
 from hf_spec.training.features import LAST, Text, fused_layers, num_features, text_features
 from hf_spec.training.held_out import acceptance, learned_and_held
 from hf_spec.training.job import TrainingJob, TrainingResult
@@ -75,10 +75,12 @@ def train_falcon(
     check_plain_head(model)
     learned, held = learned_and_held(texts, settings.held_back, "texts")
     torch.manual_seed(run.seed)
-    sizes = hidden_sizes(model, learned[:SAMPLE])
+    entered = model.config.get_text_config().num_hidden_layers - settings.shape.num_layers
+    layers = (entered, *(fused_layers(model) if settings.shape.fused else LAST))
+    sizes = hidden_sizes(model, learned[:SAMPLE], layers)
     head = _new_head(model, learned, settings, sizes, start)
     context = settings.max_context
-    size = float(sizes.square().mean().sqrt())
+    size = float(sizes[-1].square().mean().sqrt())
     loss = GlancingLoss(head, model, settings.csgd, run.epochs, size, context)
     lengths = [num_features(t.response) - cut_prompt(t.response, context) for t in learned]
     epochs = micro_batches(learned, lengths, run)
@@ -123,9 +125,11 @@ def _new_head(
     model: PreTrainedModel,
     learned: Sequence[Text],
     settings: FalconTrainSettings,
-    sizes: Tensor,
+    sizes: Sequence[Tensor],
     start: SpecAdapter | None,
 ) -> FalconHead:
+    """Return a head to train; `sizes` are those of the states it copies, and of those it reads."""
+    entering, *read = sizes
     if settings.keep_vocabulary and start is None:
         raise OptionError(
             "keep_vocabulary requires a head to start from; pass one, or leave it out"
@@ -144,20 +148,20 @@ def _new_head(
             parameter.requires_grad_(True)
     else:
         head = FalconHead(model, settings.shape, vocabulary)
-        depth = model.config.get_text_config().num_hidden_layers
-        entering = hidden_sizes(model, learned[:SAMPLE], depth - settings.shape.num_layers)
-        head.start_plain(sizes, float(entering.square().mean().sqrt()))
+        head.start_plain(read[-1], float(entering.square().mean().sqrt()))
     was_fused = start is not None and FalconShape(**start.options["shape"]).fused
     if settings.shape.fused and not was_fused:
-        layers = head.hidden_layers
-        head.start_fusing(torch.cat([hidden_sizes(model, learned[:SAMPLE], i) for i in layers]))
+        head.start_fusing(torch.cat(read))
     return head
 
 
-def hidden_sizes(model: PreTrainedModel, texts: Sequence[Text], layer: int = -1) -> Tensor:
-    """Return (H,) float32, the root mean square of each dimension of a hidden state."""
-    states = text_features(model, [text.response for text in texts], (layer,))
-    return torch.cat([state.float() for state in states]).square().mean(dim=0).sqrt()
+def hidden_sizes(
+    model: PreTrainedModel, texts: Sequence[Text], layers: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Return (H,) float32 per layer, the root mean square of each dimension of its states."""
+    batches = answer_batches([text.response for text in texts], num_features)
+    states = [state for batch in batches for state in text_features(model, batch, layers)]
+    return torch.cat(states).float().square().mean(dim=0).sqrt().chunk(len(layers))
 
 
 @torch.no_grad()

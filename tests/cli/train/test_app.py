@@ -115,7 +115,9 @@ def test_features_that_were_kept_serve_the_next_training(
         raise AssertionError(f"features of {len(batch)} texts are computed again")
 
     # That of a few texts tells how large features are.
-    monkeypatch.setattr(falcon, "hidden_sizes", lambda model, texts, layer=-1: torch.ones(32))
+    monkeypatch.setattr(
+        falcon, "hidden_sizes", lambda model, texts, layers: [torch.ones(32)] * len(layers)
+    )
     monkeypatch.setattr(features, "text_features", refuse)
     result = run(*next_step(result), "--num-train-epochs", 1, "--vocab-size", 0)
     assert result.exit_code == 0, result.output
