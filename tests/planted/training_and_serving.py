@@ -237,6 +237,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "the tokens of prompts are not learned",
+        area="training",
+        file="hf_spec/training/pairs.py",
+        old="first = 0 if learn_prompts else answered",
+        new="first = answered",
+        tests=("tests/training/test_pairs.py", "tests/methods/falcon/test_csgd.py"),
+    ),
+    Mutant(
         "stored results of other weights are used",
         area="training",
         file="hf_spec/training/answers.py",
