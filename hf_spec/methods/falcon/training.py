@@ -75,10 +75,10 @@ def train_falcon(
     check_plain_head(model)
     learned, held = learned_and_held(texts, settings.held_back, "texts")
     torch.manual_seed(run.seed)
-    entered = model.config.get_text_config().num_hidden_layers - settings.shape.num_layers
-    layers = (entered, *(fused_layers(model) if settings.shape.fused else LAST))
-    sizes = hidden_sizes(model, learned[:SAMPLE], layers)
-    head = _new_head(model, learned, settings, sizes, start)
+    head = _new_head(model, learned, settings, start)
+    entered = model.config.get_text_config().num_hidden_layers - head.shape.num_layers
+    sizes = hidden_sizes(model, learned[:SAMPLE], (entered, *head.hidden_layers))
+    _initialize(head, sizes, start)
     context = settings.max_context
     size = float(sizes[-1].square().mean().sqrt())
     loss = GlancingLoss(head, model, settings.csgd, run.epochs, size, context)
@@ -125,11 +125,8 @@ def _new_head(
     model: PreTrainedModel,
     learned: Sequence[Text],
     settings: FalconTrainSettings,
-    sizes: Sequence[Tensor],
     start: SpecAdapter | None,
 ) -> FalconHead:
-    """Return a head to train; `sizes` are those of the states it copies, and of those it reads."""
-    entering, *read = sizes
     if settings.keep_vocabulary and start is None:
         raise OptionError(
             "keep_vocabulary requires a head to start from; pass one, or leave it out"
@@ -146,13 +143,21 @@ def _new_head(
             )
         for parameter in head.trained().values():
             parameter.requires_grad_(True)
-    else:
-        head = FalconHead(model, settings.shape, vocabulary)
+        return head
+    return FalconHead(model, settings.shape, vocabulary)
+
+
+def _initialize(head: FalconHead, sizes: Sequence[Tensor], start: SpecAdapter | None) -> None:
+    """Initialize what does not come from `start`.
+
+    `sizes` are those of the states that the copied layers read, and of `head.hidden_layers`.
+    """
+    entering, *read = sizes
+    if start is None:
         head.start_plain(read[-1], float(entering.square().mean().sqrt()))
     was_fused = start is not None and FalconShape(**start.options["shape"]).fused
-    if settings.shape.fused and not was_fused:
+    if head.shape.fused and not was_fused:
         head.start_fusing(torch.cat(read))
-    return head
 
 
 def hidden_sizes(
