@@ -255,3 +255,15 @@ class TestFirstChoices:
         assert figures["slot_2_given"] == pytest.approx(2 / 6)
         # Rounds begin at 0, 3 and at 0, 1; they keep 2, 2 and 0, 1.
         assert figures["tau"] == pytest.approx(5 / 4)
+
+
+def test_a_shape_that_does_not_fit_is_refused_before_the_target_runs(
+    model: PreTrainedModel, texts: list[Text], tmp_path: Path
+) -> None:
+    forward_passes: list[int] = []
+    model.register_forward_hook(lambda *_: forward_passes.append(1))
+    depth = model.config.num_hidden_layers
+    deep = replace(SETTINGS, shape=FalconShape(num_layers=depth + 3))
+    with pytest.raises(OptionError, match=f"num_layers={depth + 3}: .* has only {depth} layers"):
+        train_falcon(model, texts, tmp_path, deep, RUN)
+    assert not forward_passes
