@@ -1,8 +1,8 @@
 """The speeds that README.md and docs/benchmarks.md quote, generated from one record per model.
 
 `python docs/speeds.py` writes the blocks between `<!-- speeds: NAME -->` and `<!-- end -->` and the
-bars in docs/images/speeds.svg; tests/test_docs.py compares. A record is written by
-`python -m examples.studies.full_table.measure`.
+bars in docs/images/speeds.svg; tests/test_docs.py compares. Records are written by
+`python -m examples.studies.full_table.measure` and `examples.studies.real_models.human_eval`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
+from hf_spec.evaluation.bench.summary import spread
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.trace.pictures import ACCEPTED, PALE, Canvas
 
@@ -19,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "speeds.svg"
 PAGES = ("README.md", "docs/benchmarks.md")
 RECORDS = {"smollm2": ROOT / "examples/studies/full_table/smollm2_current.json"}
+HUMAN_EVAL = ROOT / "examples/studies/real_models/qwen_human_eval_epyc.json"
 # Rows of the short table, in the README.
 SHORT = ("plain", "none", "lookup", "falcon", "auto")
 LABELS = {
@@ -46,10 +49,19 @@ def setting(record: dict[str, Any]) -> str:
     return (
         f"{record['model']}, {record['dtype']}, greedy, batch size 1, "
         f"{rows_of(record)[0]['outputs']} prompts, {suite['new_tokens']} new tokens, "
-        f"{suite['repeats']} repetition{plural}, interleaved; {env['device']}, "
-        f"{env['threads']} threads, {env['cpu_capability']}, torch "
-        f"{env['torch']}, transformers {env['transformers']}, {record['date']}."
+        f"{suite['repeats']} repetition{plural}, interleaved; {_machine(env)}, {record['date']}."
     )
+
+
+def _machine(env: dict[str, Any]) -> str:
+    return (
+        f"{env['device']}, {env['threads']} threads, {env['cpu_capability']}, torch {env['torch']}, "
+        f"transformers {env['transformers']}"
+    )
+
+
+def _label(name: str) -> str:
+    return LABELS.get(name, f'`"{name}"`')
 
 
 def table(record: dict[str, Any], names: tuple[str, ...] | None = None) -> str:
@@ -65,7 +77,7 @@ def table(record: dict[str, Any], names: tuple[str, ...] | None = None) -> str:
     )
     cells = [
         (
-            LABELS.get(row["name"], f'`"{row["name"]}"`'),
+            _label(row["name"]),
             f"{row['tokens_per_second']:.1f}",
             f"{row['ratio']:.2f}x ({row['ratio_p20']:.2f} - {row['ratio_p80']:.2f})",
             f"{row['ratio_to_none']:.2f}x",
@@ -77,6 +89,58 @@ def table(record: dict[str, Any], names: tuple[str, ...] | None = None) -> str:
     return Table(columns, cells).markdown()
 
 
+def human_eval_table(records: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of speeds and passed tests on HumanEval."""
+    columns = (
+        "",
+        "tokens/s",
+        "speedup over plain `generate()`, median (p20 - p80)",
+        "over `none`",
+        "tau",
+        "pass@1",
+        "identical",
+        "ties",
+    )
+    cells = []
+    for name in records[0]["results"]:
+        mine = [record["results"][name] for record in records]
+        taus = [result["tau"] for result in mine if result["tau"] is not None]
+        low, middle, high = spread(_speedups(records, "plain", name))
+        differing = sum(bool(result["differences"]) for result in mine)
+        cells.append(
+            (
+                _label(name.partition(":")[0]),
+                f"{sum(r['new_tokens'] for r in mine) / sum(r['seconds'] for r in mine):.1f}",
+                f"{middle:.2f}x ({low:.2f} - {high:.2f})",
+                f"{median(_speedups(records, 'none', name)):.2f}x",
+                f"{fmean(taus):.2f}" if taus else "",
+                f"{sum(result['passed'] for result in mine)} of {len(mine)}",
+                f"{len(mine) - differing} of {len(mine)}",
+                f"{differing}",
+            )
+        )
+    return Table(columns, cells).markdown()
+
+
+def _speedups(records: list[dict[str, Any]], reference: str, name: str) -> list[float]:
+    """Return the tokens per second of a contender over those of another, by problem."""
+    pairs = [(record["results"][name], record["results"][reference]) for record in records]
+    return [
+        (mine["new_tokens"] / mine["seconds"]) / (of["new_tokens"] / of["seconds"])
+        for mine, of in pairs
+    ]
+
+
+def human_eval_setting(record: dict[str, Any]) -> str:
+    """Return what was measured, when, and on which machine, as one sentence."""
+    env = record["environment"]
+    return (
+        f"{record['model']}, {record['dtype']}, greedy, batch size 1, {len(record['records'])} "
+        f"problems of HumanEval, up to {record['new_tokens']} new tokens, interleaved; "
+        f"{_machine(env)}, {record['date']}."
+    )
+
+
 def blocks() -> dict[str, str]:
     """Return the text of each block by its name."""
     made = {}
@@ -84,6 +148,8 @@ def blocks() -> dict[str, str]:
         record = json.loads(path.read_text(encoding="utf-8"))
         made[f"{model}_short"] = f"{table(record, SHORT)}\n\n{setting(record)}"
         made[model] = f"{table(record)}\n\n{setting(record)}"
+    record = json.loads(HUMAN_EVAL.read_text(encoding="utf-8"))
+    made["human_eval"] = f"{human_eval_table(record['records'])}\n\n{human_eval_setting(record)}"
     return made
 
 

@@ -397,6 +397,12 @@ class TestSpeeds:
             assert {"plain", "none", "lookup", "falcon", "auto"} <= {row["name"] for row in rows}
             assert all(row["identical"] == row["outputs"] for row in rows)
 
+    def test_answers_to_human_eval_are_those_of_none_and_differ_from_plain_by_ties(self) -> None:
+        for record in json.loads(self.MADE["HUMAN_EVAL"].read_text("utf-8"))["records"]:
+            for name, result in record["results"].items():
+                assert name == "plain" or result["equals_none"], record["problem"]
+                assert {one["kind"] for one in result["differences"]} <= {"tie"}, record["problem"]
+
     @pytest.mark.parametrize("page", USER_PAGES, ids=str)
     def test_no_other_page_quotes_a_speed(self, page: Path) -> None:
         """Speedups are on generated pages only."""

@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     problems = read(options.problems)[:: options.every]
     random.Random(0).shuffle(problems)  # noqa: S311 - no secret
+    facts = {"model": timing.shown(options.model), "date": date.today().isoformat()}
     settings = {
         "dtype": options.dtype,
         "new_tokens": options.new_tokens,
@@ -159,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
         if problem["task_id"] in known:
             continue
         records.append(measure(model, tokenizer, contenders, problem, turn, options))
-        timing.write_record(options, {**settings, "records": records})
+        timing.write_record(options, {**facts, **settings, "records": records})
         print(f"{len(records)} of {len(problems)}", flush=True)
     print(table(records))
 
