@@ -55,8 +55,8 @@ def setting(record: dict[str, Any]) -> str:
 
 def _machine(env: dict[str, Any]) -> str:
     return (
-        f"{env['device']}, {env['threads']} threads, {env['cpu_capability']}, torch {env['torch']}, "
-        f"transformers {env['transformers']}"
+        f"{env['device']}, {env['threads']} threads, {env['cpu_capability']}, "
+        f"torch {env['torch']}, transformers {env['transformers']}"
     )
 
 
