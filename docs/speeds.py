@@ -1,6 +1,6 @@
 """The speeds that README.md and docs/benchmarks.md quote, generated from one record per model.
 
-`python docs/speeds.py` writes the blocks between `<!-- speeds: NAME -->` and `<!-- end -->` and the
+`python -m docs.speeds` writes the blocks between `<!-- speeds: NAME -->` and `<!-- end -->` and the
 bars in docs/images/speeds.svg; tests/test_docs.py compares. Records are written by
 `python -m examples.studies.full_table.measure` and `examples.studies.real_models.human_eval`.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from examples.studies.real_models.human_eval import speedups
 from hf_spec.evaluation.bench.summary import spread
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.trace.pictures import ACCEPTED, PALE, Canvas
@@ -105,14 +106,14 @@ def human_eval_table(records: list[dict[str, Any]]) -> str:
     for name in records[0]["results"]:
         mine = [record["results"][name] for record in records]
         taus = [result["tau"] for result in mine if result["tau"] is not None]
-        low, middle, high = spread(_speedups(records, "plain", name))
+        low, middle, high = spread(speedups(records, "plain", name))
         differing = sum(bool(result["differences"]) for result in mine)
         cells.append(
             (
                 _label(name.partition(":")[0]),
                 f"{sum(r['new_tokens'] for r in mine) / sum(r['seconds'] for r in mine):.1f}",
                 f"{middle:.2f}x ({low:.2f} - {high:.2f})",
-                f"{median(_speedups(records, 'none', name)):.2f}x",
+                f"{median(speedups(records, 'none', name)):.2f}x",
                 f"{fmean(taus):.2f}" if taus else "",
                 f"{sum(result['passed'] for result in mine)} of {len(mine)}",
                 f"{len(mine) - differing} of {len(mine)}",
@@ -120,15 +121,6 @@ def human_eval_table(records: list[dict[str, Any]]) -> str:
             )
         )
     return Table(columns, cells).markdown()
-
-
-def _speedups(records: list[dict[str, Any]], reference: str, name: str) -> list[float]:
-    """Return the tokens per second of a contender over those of another, by problem."""
-    pairs = [(record["results"][name], record["results"][reference]) for record in records]
-    return [
-        (mine["new_tokens"] / mine["seconds"]) / (of["new_tokens"] / of["seconds"])
-        for mine, of in pairs
-    ]
 
 
 def human_eval_setting(record: dict[str, Any]) -> str:

@@ -381,7 +381,7 @@ class TestSpeeds:
     @pytest.mark.parametrize("page", MADE["PAGES"])
     def test_the_pages_have_the_figures_of_the_record(self, page: str) -> None:
         assert "<!-- speeds: " in read(page)
-        assert read(page) == self.MADE["written"](read(page)), "run: python docs/speeds.py"
+        assert read(page) == self.MADE["written"](read(page)), "run: python -m docs.speeds"
 
     def test_the_picture_has_them_too(self) -> None:
         assert self.MADE["PICTURE"].read_text("utf-8") == self.MADE["picture"]()

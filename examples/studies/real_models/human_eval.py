@@ -115,14 +115,20 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return Table([*heads, "ties / mistakes", "equal to `none`"], rows).markdown()
 
 
-def _ratios(records: Sequence[dict[str, Any]], reference: str, name: str) -> str:
-    """Return the ratio of the speeds over all tokens, and its median and range over problems."""
+def speedups(records: Sequence[dict[str, Any]], reference: str, name: str) -> list[float]:
+    """Return the tokens per second of a contender over those of another, by problem."""
     pairs = [(r["results"][reference], r["results"][name]) for r in records]
-    each = [
+    return [
         (of["seconds"] / of["new_tokens"]) / (mine["seconds"] / mine["new_tokens"])
         for of, mine in pairs
     ]
-    total = sum(of["seconds"] for of, _ in pairs) / sum(mine["seconds"] for _, mine in pairs)
+
+
+def _ratios(records: Sequence[dict[str, Any]], reference: str, name: str) -> str:
+    """Return the ratio of the times over all problems, and the speedups' median and range."""
+    each = speedups(records, reference, name)
+    seconds = {n: sum(r["results"][n]["seconds"] for r in records) for n in (reference, name)}
+    total = seconds[reference] / seconds[name]
     return f"{total:.2f}; {statistics.median(each):.2f} ({min(each):.2f} - {max(each):.2f})"
 
 
