@@ -1,9 +1,10 @@
 """Strategies against plain `generate()`, prompt by prompt: the slowest prompt, and the median.
 
-Run as `python -m examples.studies.full_table.by_prompt --help` says. All run in turn on every
-prompt; a prompt counts with its fastest repetition, plain's and the strategy's, since other work on
-the machine only ever adds time. The record is written after every prompt, and a command that is
-given again goes on where it was. Outputs that are not plain's are examined: ties, or mistakes.
+Run as `python -m examples.studies.full_table.by_prompt --help` says. All run in rotating order on
+every prompt; a prompt counts with its fastest repetition, since other work on the machine only ever
+adds time. The record is written after every prompt, and the same command continues it. Outputs that
+differ from those of plain `generate()` are examined: ties, or mistakes. With --no-plain, the first
+strategy takes the place of plain `generate()`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -67,7 +69,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model, the first contender of which is plain, and how long and often each is timed.
+    """The model, its contenders behind the reference, and how long and often each is timed.
 
     With `other_weights`, contenders that are not ours say something else, which is not examined.
     """
@@ -80,15 +82,15 @@ class Subject:
     other_weights: bool = False
 
 
-def measure(subject: Subject, name: str, ids: Tensor) -> Iterator[Timed]:
-    """Every contender on a prompt of (1, L) ids."""
+def measure(subject: Subject, name: str, ids: Tensor, first: int = 0) -> Iterator[Timed]:
+    """Every contender on a prompt of (1, L) ids, in an order that begins with the given one."""
     contenders, new_tokens, clock = subject.contenders, subject.new_tokens, subject.clock
     mask = torch.ones_like(ids)
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     elapsed: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     runs = {}
     for repeat in range(subject.repeats):
-        turn = repeat % len(contenders)
+        turn = (first + repeat) % len(contenders)
         for contender in [*contenders[turn:], *contenders[:turn]]:
             start, began = clock(), time.perf_counter()
             runs[contender.name] = contender.run(ids, new_tokens, mask)
@@ -148,7 +150,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     timing.add_options(parser)
     parser.add_argument("--strategy", action="append", required=True, help="as for `bench`")
     parser.add_argument("--assistant", action="append", default=[], help="as for `bench`")
-    parser.add_argument("--per-task", type=int, default=2, help="prompts of each of six tasks")
+    parser.add_argument("--per-task", type=int, default=2, help="prompts of each task")
+    parser.add_argument("--prompts", type=Path, help="JSON lines with id, task, and turns")
+    parser.add_argument("--task", action="append", help="only this task")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers first")
@@ -180,22 +184,25 @@ def run(options: argparse.Namespace, subject: Subject, facts: Mapping[str, Any])
         "processor_time": options.processor_time,
         "new_tokens": options.new_tokens,
         "repeats": options.repeats,
-        "strategies": [one.name for one in subject.contenders[1:] if one.ours],
+        "strategies": [one.name for one in subject.contenders if one.ours],
         "assistants": list(map(timing.shown, options.assistant)),
         "compile": options.compile,
         **facts,
     }
     records = [Timed(**record) for record in timing.gone_on(options.out, settings)]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    prompts = {p.id: p.encode(tokenizer) for p in load_prompts(per_task=options.per_task)}
+    chosen = load_prompts(options.prompts, options.per_task, options.task or ())
+    prompts = {prompt.id: prompt.encode(tokenizer) for prompt in chosen}
     longest = max(prompts.values(), key=lambda ids: ids.shape[1])
     for contender in subject.contenders:
         contender.run(longest, WARM_UP, torch.ones_like(longest))
     known = {record.prompt for record in records}
-    for name in (name for name in prompts if name not in known):
+    for turn, name in enumerate(prompts):
+        if name in known:
+            continue
         if time.perf_counter() - began > 60 * options.minutes:
             break
-        records += measure(subject, name, prompts[name])
+        records += measure(subject, name, prompts[name], turn)
         rows = [asdict(record) for record in records]
         timing.write_record(options, {**settings, "records": rows})
     print(table(records))
@@ -207,9 +214,10 @@ def main(argv: list[str] | None = None) -> None:
     """Command line; prints the table and writes every run as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
+    parser.add_argument("--no-plain", action="store_true", help="leave plain generate() out")
     options = parser.parse_args(argv)
     model, clock = begin(options)
-    contenders = ours(model, options)
+    contenders = ours(model, options)[options.no_plain :]
     run(options, Subject(model, contenders, clock, options.new_tokens, options.repeats), {})
 
 
