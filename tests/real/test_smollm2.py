@@ -37,7 +37,6 @@ ASSISTANTS = {
     "tree": ADAPTERS / "smollm2-135m-draft",
     "gsd": ADAPTERS / "smollm2-135m-draft",
     "disco": ADAPTERS / "smollm2-135m-disco",
-    "eagle": ADAPTERS / "smollm2-135m-eagle3",
     "falcon": ADAPTERS / "smollm2-135m-falcon",
     "falcon-k2": ADAPTERS / "smollm2-135m-falcon-k2",
     "sdsat": ADAPTERS / "smollm2-135m-sdsat",

@@ -63,3 +63,18 @@ def test_a_command_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
     assert [r["prompt"] for r in again] == [r["prompt"] for r in whole["records"]]
     with pytest.raises(SystemExit, match="repeats"):
         main([*command(folder, out), "--repeats", "3"])
+
+
+def test_without_plain(folder: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "record.json"
+    rows = [
+        {"id": f"{task} {i}", "task": task, "turns": [f"Say {i}."]} for task in "ab" for i in "12"
+    ]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    given = ["--strategy", "none", "--strategy", "lookup", "--new-tokens", "3", "--repeats", "1"]
+    given += ["--no-plain", "--prompts", str(prompts), "--task", "b", "--out", str(out)]
+    main(["--model", str(folder), *given])
+    written = json.loads(out.read_text())
+    found = [(record["prompt"], record["contender"]) for record in written["records"]]
+    assert found == [(f"b {i}", name) for i in "12" for name in ("none", "lookup")]
+    assert written["strategies"] == ["none", "lookup"]
