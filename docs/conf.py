@@ -20,7 +20,7 @@ html_show_copyright = False
 # Links to headings, such as page.md#a-heading, as GitHub makes them.
 myst_heading_anchors = 3
 
-# The pages of docs/api/ name what they show; docstrings are Google's, types stand in signatures.
+# The pages of docs/api/ list their members. Docstrings are Google style, types are in signatures.
 autodoc_member_order = "bysource"
 autodoc_default_options = {"show-inheritance": True}
 autodoc_typehints = "signature"

@@ -33,7 +33,7 @@ def token_tree() -> str:
 
 
 def ancestor_mask() -> str:
-    """What each node of the same tree may look at."""
+    """Draw the positions that each node of the same tree attends to."""
     tree, cell, left, top = example_tree(), 28, 190, 64
     committed = 3
     size = (cell, cell)

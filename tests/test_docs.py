@@ -8,7 +8,6 @@ import json
 import re
 import runpy
 import shlex
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -301,26 +300,6 @@ def test_the_command_line_page_is_current() -> None:
     assert "<!-- commands: table -->" in page
     for name in made["commands"]():
         assert f"\nUsage: hf-spec {name} [OPTIONS]" in page
-
-
-def test_a_command_is_recorded_with_its_screens(tmp_path: Path) -> None:
-    made = runpy.run_path(str(DOCS / "recording.py"))
-    script = "import time; print('\\033[31mone\\033[0m é'); time.sleep(1); print('\\033[1Atwo <')"
-    assert made["record"]([sys.executable, "-c", script], tmp_path / "a.cast", 20, 4) == 0
-    stays = {
-        "".join(piece.text for piece in stay.pieces): stay
-        for stay in made["_stays"](
-            [json.loads(line) for line in (tmp_path / "a.cast").read_text().splitlines()[1:]],
-            20,
-            4,
-            "a title",
-        )
-    }
-    assert stays["oneé"].pieces[0].colour == made["COLOURS"]["red"]
-    # A second of waiting is cut to half a second.
-    assert stays["oneé"].end == pytest.approx(stays["oneé"].begin + made["LONGEST_WAIT"], abs=0.05)
-    assert stays["two <"].end == made["PLAYS"]
-    assert ">two &lt;<" in made["draw"](tmp_path / "a.cast")
 
 
 def test_the_drawings_are_current() -> None:

@@ -64,7 +64,7 @@ class DeviceGrowth(Growth):
         self._ends: Tensor | None = None
         self.prepared: Any = None
         self.all_noise: Tensor | None = None
-        # Of each pass: tokens and chances, (A, width, levels, ranks), see `NextTokens`; the (A, w)
+        # Per pass: tokens and chances, (A, width, levels, ranks), see `NextTokens`; the (A, w)
         # entries of the pass before that were chosen to run, if the device chose them; and the
         # (A * w, R) distributions that tokens were drawn from.
         self._queued: list[tuple[Tensor, Tensor]] = []

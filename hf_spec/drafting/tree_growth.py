@@ -158,8 +158,8 @@ class RowGrowth:
         """Add the children of a node; return per token the new node, None if it was dropped."""
         if self.shape.tree is not None:
             return self._add_ranks(self.shape.tree, node, tokens, chances)
-        # Whether a drawn child is sent must not depend on what was drawn, or the draft would no
-        # longer follow `draft_probs`: sampled trees stop growing by count alone.
+        # The drawn token must not decide whether a child is sent, or the draft would no longer
+        # follow `draft_probs`: sampled trees stop growing by count alone.
         if self.drawn and len(self.graph) + len(tokens) > self.shape.max_nodes + 1:
             return [None] * len(tokens)
         return [

@@ -126,7 +126,7 @@ def _export(target: ModelRunner, state: GenerationState, cache: Any) -> Cache:
     self_cache.layers = fresh.layers
     if self_cache is cache:
         return cache
-    # A new object, so that its flags say that the cross attention is cached.
+    # The flags of a new object mark the cross attention as cached.
     return EncoderDecoderCache(self_cache, cache.cross_attention_cache)
 
 

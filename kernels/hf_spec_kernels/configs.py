@@ -31,7 +31,7 @@ def config(op: str, key: str, device: torch.device) -> dict[str, int]:
 
 
 def vocabulary_config(op: str, rows: Tensor) -> dict[str, int]:
-    """Return the launch arguments of an op over (N, V) rows; a block is no larger than V needs."""
+    """Return the launch arguments of an op over (N, V) rows; V limits the block size."""
     chosen = config(op, f"{8 * rows.element_size()}bit", rows.device)
     widest = max(16, 1 << (rows.shape[1] - 1).bit_length())
     return {**chosen, "BLOCK_V": min(chosen["BLOCK_V"], widest)}

@@ -232,7 +232,7 @@ def _most_rows(dtype: torch.dtype, num_threads: int) -> int:
     return NO_LIMIT if wins else 64
 
 
-# What multiplies states by a weight, and weights in its form.
+# A function that multiplies states by a weight, and weights in its layout.
 _Timed: TypeAlias = tuple[Callable[..., object], Sequence[Any]]
 
 

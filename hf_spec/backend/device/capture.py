@@ -45,7 +45,7 @@ switch = Switch()
 class WarmUps:
     """Number of steps so far, in this process, that were captured or ran for a later capture.
 
-    They take many times as long as replays, so times of rounds with any of them are no estimates.
+    Such steps take many times as long as replays, so rounds with any of them are not measured.
     """
 
     count: int = 0

@@ -137,7 +137,7 @@ class AcceptanceStats:
 
 @dataclass(eq=False)
 class DraftMemory:
-    """What earlier generations learned of a draft source: its acceptance rates and its trials."""
+    """Acceptance rates and explorations of a draft source from earlier generations."""
 
     stats: AcceptanceStats
     explorations: dict[int, Exploration] = field(default_factory=dict)

@@ -222,7 +222,7 @@ class Costs:
 
 
 class RoundTimes:
-    """What is known of a target and a set of drafters, neither of which it references.
+    """Measured times of a target and a set of drafters, without references to the models.
 
     Attributes:
         verify: time of the target's forward pass by nodes.

@@ -61,7 +61,7 @@ class RoundTimer:
     """Times rounds and records them in `times`; without `times`, nothing is learned.
 
     Neither the target's forward pass of a prompt (`is_first`) nor anything around the capture of a
-    CUDA graph is timed. `was_timed` says whether the target's pass of the last round was.
+    CUDA graph is timed. `was_timed` is True if the target's pass of the last round was timed.
     """
 
     def __init__(self, clock: Clock, costs: Costs, times: RoundTimes | None):
@@ -108,7 +108,7 @@ class RoundTimer:
 
     def mark_verified(self) -> None:
         """Mark the end of verification."""
-        # The marks of the previous round have passed by now.
+        # By now, the device has reached the marks of the previous round.
         self._record_pending()
         self.round.verified = self._clock.mark()
         settled = warm_ups.count == self.round.warm_ups

@@ -34,7 +34,7 @@ STALE_GAIN = 1.5
 
 @dataclass(frozen=True)
 class Horizon:
-    """What remains of a generation, by which one-time costs are judged.
+    """Remaining length of a generation, over which one-time costs must pay off.
 
     Attributes:
         tokens: most tokens that the rows may still gain together.

@@ -48,7 +48,7 @@ PREFIX_FREE = (
     hf.LogitNormalization,
 )
 
-# Those in PREFIX_FREE that read only scores, not token ids.
+# Processors in PREFIX_FREE that read only scores, not token ids.
 TOKEN_FREE = tuple(kind for kind in PREFIX_FREE if kind is not hf.SuppressTokensLogitsProcessor)
 
 READS_PREFIX = (
@@ -73,7 +73,7 @@ STORED_PER_ROW = {
     hf.EncoderNoRepeatNGramLogitsProcessor: "generated_ngrams",
 }
 
-# Those in STORED_PER_ROW with one entry for all `num_return_sequences` rows of a prompt.
+# Processors in STORED_PER_ROW with one entry for all `num_return_sequences` rows of a prompt.
 STORED_PER_PROMPT = (
     hf.EncoderRepetitionPenaltyLogitsProcessor,
     hf.EncoderNoRepeatNGramLogitsProcessor,

@@ -429,7 +429,7 @@ class ReadingGraphs(StepGraphs):
 
 
 class _Thread(threading.local):
-    # What this thread runs as one graph; its steps are not graphs of their own.
+    # Program that this thread runs as one graph; its steps are not captured separately.
     program: _RunningProgram | None = None
 
 

@@ -43,7 +43,7 @@ TRACED_TOKENS = 3
 
 @dataclass(frozen=True)
 class ResultForm:
-    """What a layer returns besides the tensors: per part False for None, and whether in a tuple."""
+    """Form of a layer's result: per part False for None, and whether it is a tuple."""
 
     parts: tuple[bool, ...]
     is_tuple: bool
@@ -337,7 +337,7 @@ def traced_layer(
 
 @contextmanager
 def _muted_tracing_log() -> Iterator[None]:
-    """Silence PyTorch's log: a layer that cannot be traced runs uncompiled, which is no error."""
+    """Silence PyTorch's log: a layer that cannot be traced runs uncompiled without an error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

@@ -71,7 +71,7 @@ from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 MIN_WEIGHT_ELEMENTS = 1 << 16
 # Numbers of rows for which (weight @ x.T).T is not slower than F.linear.
 TRANSPOSED_ROWS = range(4, 49)
-# Of a weight that can no longer be packed: every call uses the forward of the class.
+# Marks a weight that can no longer be packed: every call uses the forward of the class.
 NOT_PACKED = PackedForms(())
 
 

@@ -19,7 +19,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Readout:
-    """What is read of the logits of a step.
+    """Values to read from the logits of a step.
 
     Attributes:
         best_only: True if it is the best logit of each node and no other.

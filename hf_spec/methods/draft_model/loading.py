@@ -61,7 +61,7 @@ class LoadedDraft(NamedTuple):
     def drafter(
         self, config: DraftConfig, policy: LengthPolicy, target: PreTrainedModel
     ) -> DraftModelDrafter:
-        """Return a drafter that uses the model, or a faster copy if the config says so."""
+        """Return a drafter that uses the model, or a faster copy if the config requests one."""
         model = smaller_model(self.model, config.assistant_bits, config.draft_vocab_size)
         if self.pair is None:
             return DraftModelDrafter(config, model, policy, num_embeddings(target))

@@ -57,7 +57,7 @@ def four_bit_linear(
 
     Args:
         states: (..., K) bfloat16, on the CPU.
-        codes: (N, K / 2) uint8, contiguous. The codes of 32 outputs by two inputs lie in 32 bytes,
+        codes: (N, K / 2) uint8, contiguous. The codes of 32 outputs by two inputs take 32 bytes,
             those of the first 16 outputs in the low halves.
         scales: (K / b, N) bfloat16, contiguous, for blocks of b inputs; b is even.
         table: (16,) bfloat16, contiguous, the values of the codes.

@@ -99,7 +99,7 @@ def ragged_tree_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     row_bits = bits_ptr + token * num_bytes
     offs_v = tl.arange(0, BLOCK_V)
-    # First the blocks without bits, then those whose bits say what is visible.
+    # First the blocks without bits, then those whose bits mark the visible positions.
     for tail in tl.static_range(2):
         stop = end if tail else middle
         for start in range(middle if tail else begin, stop, BLOCK_N):
