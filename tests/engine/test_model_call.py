@@ -1,4 +1,4 @@
-"""Models called by the names their forward knows, and what is read from the result."""
+"""Model calls with the argument names of the model's forward, and values of the result."""
 
 from __future__ import annotations
 

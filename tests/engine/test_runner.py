@@ -1,4 +1,4 @@
-"""The model runner: right logits for every node, no wasted token, and the model left as found."""
+"""Model runner: correct logits for every node, no wasted tokens, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def sequences() -> list[list[int]]:
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    # float32 sums in another order; a wrong mask or position moves logits by whole units.
+    # float32 sums in a different order; a wrong mask or position changes logits by whole units.
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
 @contextmanager
 def tokens_entering(layer: nn.Module) -> Iterator[list[int]]:
-    """Counts of tokens in each call of a linear layer."""
+    """Record the number of tokens in each call of a linear layer."""
     counts: list[int] = []
     handle = layer.register_forward_pre_hook(
         lambda _, args: counts.append(args[0].numel() // args[0].shape[-1])
@@ -91,7 +91,7 @@ def test_growing_a_tree_node_by_node_is_one_forward(name: str, batching: str) ->
         for level in levels:
             output = runner.forward(tree, sequences(), level)
             close(output.logits, together[level])
-        # What was stored piece by piece serves the next round as well.
+        # Keys and values stored level by level are valid in the next round as well.
         runner.keep([[2, 4, 5], [1], [], []])
         whole.keep([[2, 4, 5], [1], [], []])
         assert runner.rows.stored == whole.rows.stored == [15, 2, 5, 0]
@@ -111,7 +111,7 @@ def test_rounds_continue_from_the_accepted_path(name: str, batching: str) -> Non
         trees = [([60, 1, 2], [-1, 0, 0]), ([61], [-1]), ([62, 3], [-1, 0]), ([], [])]
         tree = DraftTree.from_rows(trees)
         close(runner.forward(tree, rows).logits, expected_logits(model, tree, rows))
-        # A row that dropped out for a round catches up by itself.
+        # A row that skipped a round catches up.
         runner.keep([[1], [], [], []])
         rows[0] += [1, 70]
         rows[1] += [71]
@@ -138,7 +138,7 @@ def test_a_long_prompt_in_stretches_is_the_same(
         output = runner.forward(tree, rows)
         close(output.logits, expected_logits(model, tree, rows))
         assert runner.forwards == 3, "11 pending tokens: 4, 4, and 3 with the trees"
-        # Padding of rows that waited for the long one has not overwritten anything.
+        # Padding of rows that waited for the long one overwrote nothing.
         runner.keep([[2, 4, 5], [2], [], []])
         for row, more in enumerate(([21, 23, 24, 60], [51, 61], [62])):
             rows[row] += more
@@ -147,7 +147,7 @@ def test_a_long_prompt_in_stretches_is_the_same(
 
 
 def test_tokens_entering_the_linear_layers_are_pending_tokens_and_nodes() -> None:
-    """No padding: not of the prompts, not of rows with smaller trees, not of finished rows."""
+    """There is no padding for prompts, for rows with smaller trees, or for finished rows."""
     model = tiny_models.build("llama")
     projection = model.model.layers[-1].self_attn.q_proj
     tree = DraftTree.from_rows(TREE)
@@ -169,7 +169,7 @@ def test_the_head_sees_nodes_only() -> None:
 
 @pytest.mark.parametrize("batching", ["unpadded_kv", "padded"])
 def test_padded_inputs_have_one_length_for_all_rows(batching: str) -> None:
-    """Finished rows too, as in a rectangle; the head sees as many tokens of each row."""
+    """This includes finished rows, as in a rectangle; the head runs equally many tokens per row."""
     model = tiny_models.build("llama")
     projection, tree = model.model.layers[-1].self_attn.q_proj, DraftTree.from_rows(TREE)
     runner = ModelRunner(model, 4, batching=batching)
@@ -182,7 +182,7 @@ def test_padded_inputs_have_one_length_for_all_rows(batching: str) -> None:
         runner.forward(tree, sequences())
     # Row 0 has 11 pending tokens and 6 nodes.
     assert counts == [4 * 17, 4 * 6]
-    # It left no room for padding in the head in the first forward.
+    # The head runs as many tokens of each row as the largest tree has nodes.
     assert head[1] == 4 * 6
     assert runner.tokens_run == sum(counts)
     assert runner.padding_run == 3 * 17 + 3 * 6 - (3 + 1 + 4) - (3 + 1)
@@ -270,7 +270,7 @@ def test_the_model_is_left_as_found(name: str, error: type[BaseException] | None
 
 
 def test_layers_shared_with_a_draft_model_are_left_as_found() -> None:
-    """A truncated draft has the target's layers, which look into the target's config."""
+    """A truncated draft shares the target's layers, which read the target's config."""
     model, draft = tiny_models.build("llama"), tiny_models.draft_model("llama")
     before = snapshot(model), snapshot(draft)
     tree = DraftTree.from_rows(TREE)
@@ -281,7 +281,7 @@ def test_layers_shared_with_a_draft_model_are_left_as_found() -> None:
 
 
 def test_layers_that_drop_keyword_arguments_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tree attention never runs there, so the tokens would be those of a causal model."""
+    """Tree attention never runs in them, so the tokens would be those of a causal model."""
     monkeypatch.setattr(attention, "RECTANGULAR_ONLY", set())
     with (
         ModelRunner(tiny_models.build("nemotron"), 4).active() as runner,
@@ -291,7 +291,7 @@ def test_layers_that_drop_keyword_arguments_are_noticed(monkeypatch: pytest.Monk
 
 
 def test_layers_that_do_not_attend_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that mixes tokens in another way would see the branches of a tree as one text."""
+    """A layer that mixes tokens in another way would treat the branches of a tree as one text."""
     model = copy.deepcopy(tiny_models.build("llama"))
     monkeypatch.setattr(
         model.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None)
@@ -318,7 +318,7 @@ def test_layers_that_attend_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_keys_and_values_are_freed_with_the_call(
     name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without the cycle collector: whatever waits for it adds up over calls, in gigabytes.
+    # The cycle collector is off: memory that waits for it adds up over calls, in gigabytes.
     model = tiny_models.build(name)
     pools: list[weakref.ref[KVPool]] = []
     create = KVPool.__init__

@@ -1,3 +1,3 @@
-"""The tiny target and its answers, shared with the tests of training."""
+"""Fixtures shared with the training tests: the tiny target and its responses."""
 
 from tests.training.conftest import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""One import registers the built-in methods; every folder is among them, with all that it adds."""
+"""`hf_spec.methods.builtin` registers every built-in method with a single import."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hf_spec.methods.registry import known_strategies, parse_strategy
 from tests.forked_python import ForkedPython
 
 METHODS = Path(builtin.__file__).parent
-# Rows of (token, feature) pairs, which Falcon, EAGLE and MTP heads share.
+# Folder of the code that Falcon, EAGLE and MTP heads share: rows of (token, feature) pairs.
 SHARED = "feature_pairs"
 FOLDERS = sorted({init.parent.name for init in METHODS.glob("*/__init__.py")} - {SHARED})
 
 
 def callers(function: str) -> set[str]:
-    """Modules of the method folders that call `function` when they are imported."""
+    """Return the modules of the method folders that call `function`."""
     return {
         ".".join(("hf_spec.methods", *path.relative_to(METHODS).with_suffix("").parts))
         for path in METHODS.rglob("*.py")
@@ -54,7 +54,7 @@ def test_every_family_of_published_heads_is_registered() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_one_import_per_folder(folder: str) -> None:
-    """The module that `builtin` imports brings all that its folder registers."""
+    """`builtin` imports exactly one module of each folder, which registers the whole folder."""
     imports = ast.parse(Path(builtin.__file__).read_text(encoding="utf-8")).body
     modules = [node.module or "" for node in imports if isinstance(node, ast.ImportFrom)]
     assert len([name for name in modules if name.startswith(f"hf_spec.methods.{folder}.")]) == 1

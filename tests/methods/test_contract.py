@@ -1,9 +1,9 @@
-"""The contract of drafters: behavior that all strategies share, tested here for each of them.
+"""The contract of drafters: behavior that all strategies share.
 
-A strategy takes part by its row in `tests/tiny_models.py`; those with chains or folders of their
-own by one more line below. Identity with every option and architecture is tested in
-tests/test_identity.py, batches in tests/test_batches.py, distributions in
-tests/test_distribution.py, and statistics in tests/common/test_outputs.py.
+A row in `tests/tiny_models.py` includes a strategy. Strategies that draft chains or save their
+assistant to a folder also need a row in `CHAINS` or `SAVED` below. Exact output with every option
+and architecture is tested in tests/test_identity.py, batches in tests/test_batches.py,
+distributions in tests/test_distribution.py, and statistics in tests/common/test_outputs.py.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ HAVE_POLICIES = [
     and "length_policy" in {field.name for field in dataclasses.fields(parse_strategy(name))}
 ]
 WITH_ASSISTANT = [name for name in STRATEGIES if speculation("llama", name).get("assistant")]
-# `auto` uses a draft model with trees.
+# Strategies whose assistants `auto` can use, with their names there; draft models draft trees.
 ASKED = {"disco": "disco", "tree": "tree"} | {
     name: name for name in (*PUBLISHED, "falcon", "sdsat")
 }
 
 
-# Functions that save the assistant of a strategy. Those of DISCO and EAGLE are folders already.
+# Functions that save a strategy's assistant. DISCO and EAGLE assistants are folders already.
 SAVED: dict[str, Callable[[Path], object]] = {
     "falcon": lambda folder: save_adapter(folder, random_head("llama").to_adapter({})),
     "sdsat": lambda folder: save_adapter(folder, sdsat_adapter("llama")),
@@ -91,7 +91,7 @@ def plain(kind: str, eos: int | None = None) -> Tensor:
 
 
 def generate(strategy: str, kind: str = "ragged", **options: Any) -> Any:
-    """The output of a strategy, which must be that of plain `generate()`."""
+    """Return the output of a strategy; check that it equals plain `generate()`."""
     call = {**speculation("llama", strategy), **options}
     output = build("llama").generate(
         **prompts("llama", kind),
@@ -155,7 +155,7 @@ def test_a_folder_drafts_like_the_object(strategy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", PUBLISHED)
 def test_more_prompts_than_rows(strategy: str) -> None:
-    """The other strategies: test_forty_prompts_on_six_slots in tests/test_batches.py."""
+    """For the other strategies, see test_forty_prompts_on_six_slots in tests/test_batches.py."""
     ids, mask = prompts("llama", "ragged").values()
     rows = [line[keep.bool()].tolist() for line, keep in zip(ids, mask, strict=True)]
     outputs = build("llama").generate_batch(
@@ -172,7 +172,7 @@ def test_more_prompts_than_rows(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", PUBLISHED)
 def test_rows_that_end_early(strategy: str) -> None:
-    """The other strategies: tests of accepted ends in tests/test_identity.py."""
+    """For the other strategies, see the end-of-sequence tests in tests/test_identity.py."""
     said = plain("ragged")[:, -NEW_TOKENS:]
     for eos in said[:3, 5].tolist():
         generate(strategy, eos_token_id=eos)
@@ -181,7 +181,7 @@ def test_rows_that_end_early(strategy: str) -> None:
 
 
 def watched(assistant: Any) -> list[nn.Module]:
-    """The modules of an assistant: itself, or those that it holds."""
+    """Return the modules of an assistant: itself, or those among its attributes."""
     if isinstance(assistant, nn.Module):
         return [assistant]
     parts = getattr(assistant, "__dict__", {}).values()
@@ -190,7 +190,7 @@ def watched(assistant: Any) -> list[nn.Module]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_models_are_left_as_they_were(strategy: str) -> None:
-    """After a generation, and after an exception inside one."""
+    """Models are unchanged after a generation and after an exception inside one."""
     modules = [build("llama"), *watched(speculation("llama", strategy).get("assistant"))]
 
     def fails(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def test_models_are_left_as_they_were(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", [name for name in WITH_ASSISTANT if name != "auto"])
 def test_unsuitable_assistants(strategy: str, tmp_path: Path) -> None:
-    """The error names what was given, and nothing runs before it."""
+    """The error describes the given assistant and is raised before any forward pass."""
     other = sample("disco" if strategy == "falcon" else "falcon")
     needed = (
         r"pass assistant=" if strategy == "mtp" else f"spec_strategy='{strategy}' needs assistant="
@@ -235,7 +235,7 @@ def test_targets_of_another_size(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["falcon", "sdsat", "eagle", "gemma_assistant", "mtp"])
 def test_assisted_decoding_of_transformers(strategy: str) -> None:
-    """Drafters that read the target's states cannot be its candidate generators."""
+    """Drafters that read the target's hidden states cannot be candidate generators."""
     call = speculation("llama", strategy)
     drafter = make_drafter(call["spec_strategy"], build("llama"), call["assistant"])
     with pytest.raises(UnsupportedError, match=r"spec_strategy|features|states"):

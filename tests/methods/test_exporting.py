@@ -1,4 +1,4 @@
-"""Exporting a head: where the target comes from, the card, and heads that stay here."""
+"""Exporting a head: the target's config, the model card, and heads that cannot be exported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiny_models import build, disco_adapter
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the config of a target, and no weights."""
+    """Return a folder with the config of a target and no weights."""
     folder = tmp_path_factory.mktemp("target")
     config = copy.deepcopy(build("llama").config)
     config.architectures = ["LlamaForCausalLM"]
@@ -30,7 +30,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def changed(folder: str, to: Path, **config: Any) -> str:
-    """A copy of a head with changes in its config."""
+    """Return a copy of a head with changes in its config."""
     to.mkdir()
     told = json.loads((Path(folder) / "config.json").read_text())
     (to / "config.json").write_text(json.dumps({**told, **config}))

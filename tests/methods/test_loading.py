@@ -1,4 +1,4 @@
-"""What `assistant=` may be: models and folders that can draft, and a reason for every other."""
+"""Supported values of `assistant=`, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def target() -> PreTrainedModel:
 
 
 class TestOwnLayers:
-    """`truncated:N`, wherever an assistant is named."""
+    """Assistants named `truncated:N`."""
 
     def test_they_are_cut_off_once(self, target: PreTrainedModel) -> None:
         cut, again, other = find_assistant(["truncated:2", "truncated:2", "a/b"], target, None)
@@ -72,7 +72,7 @@ HEADS = {
 
 
 class TestBuiltHeads:
-    """Heads made of their files before, which know what they were made for."""
+    """Heads that were built from their files in advance, for one target."""
 
     @pytest.mark.parametrize("kind", HEADS)
     def test_another_target_is_refused(self, kind: str) -> None:
@@ -85,12 +85,12 @@ class TestBuiltHeads:
             call["spec_strategy"] = strategy
             refuse(rf"{who}; 'Qwen2.*' has .* other weights: build", model=build("qwen2"), **call)
         refuse(f"{who} with hidden_size 32; 'LlamaFor.*' has 16", model=small_llama(), **call)
-        # The same weights are the same target.
+        # A target with the same weights is accepted.
         assert make_drafter(parse_strategy(head.strategy), copy.deepcopy(target), head)
 
 
 class TestAdapterObjects:
-    """A `SpecAdapter` in memory, and what stands for one."""
+    """`SpecAdapter` objects in memory, and PEFT models that carry one."""
 
     @pytest.mark.parametrize("method", METHODS)
     def test_its_module_is_made_once_and_freezes_nothing(

@@ -1,4 +1,4 @@
-"""The engine without drafts: one token a forward, plain generate's output, rows that leave."""
+"""The engine without drafting: one token per forward pass, output equal to plain `generate()`."""
 
 from __future__ import annotations
 

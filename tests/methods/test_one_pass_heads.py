@@ -1,4 +1,4 @@
-"""Behavior that `heads` and `block` share: batches, growth, and rejected assistants."""
+"""Behavior that `heads` and `block` share: batches, tree growth, and rejected assistants."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def generate(config: Any, assistant: Any) -> Any:
 
 @each_case
 def test_more_prompts_than_rows(case: Case) -> None:
-    """A row that takes another prompt forgets the one before."""
+    """A row that starts another prompt keeps no state of the previous one."""
     ids, mask = prompts("llama", "ragged").values()
     rows = [line[keep.bool()].tolist() for line, keep in zip(ids, mask, strict=True)]
     with watch_drafts() as seen:

@@ -1,4 +1,4 @@
-"""Draft models whose vocabulary is padded to another size, as in the families of Qwen."""
+"""Draft models whose vocabulary is padded to another size, as in the Qwen families."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_spec.training.answers import answer_logits
 from hf_spec.training.responses import Response
 from tests.tiny_models import TIMINGS, VOCAB, build, disco_adapter, draft_model, padded, prompts
 
-# Packed and rectangular inputs, learned positions.
+# These cover packed and rectangular inputs, and learned positions.
 ARCHITECTURES = ["llama", "gpt2", "bloom"]
 WIDTHS = [VOCAB - 40, VOCAB - 1, VOCAB + 31]
 
@@ -31,7 +31,7 @@ def strategies(name: str) -> dict[str, Any]:
     }
 
 
-# Every width with every strategy, on one architecture or another.
+# Every width with every strategy, each pair on one of the architectures.
 CASES = [
     (name, strategy, WIDTHS[(turn + place) % 3], ("one", "ragged")[(turn + place) % 2])
     for turn, name in enumerate(ARCHITECTURES)
@@ -42,7 +42,7 @@ CASES = [
 @pytest.mark.by_default(strategy=("draft", "gsd", "auto"))
 @pytest.mark.parametrize(("name", "strategy", "rows", "kind"), CASES)
 def test_output_is_the_targets(name: str, strategy: str, rows: int, kind: str) -> None:
-    # The prompts hold tokens that the smaller ones have no embedding for.
+    # The prompts contain tokens that the smallest draft models have no embedding for.
     inputs = prompts(name, kind)
     assert int(inputs["input_ids"].max()) >= WIDTHS[0]
     settings = {**inputs, "max_new_tokens": 16, "do_sample": False}
@@ -57,7 +57,7 @@ def test_output_is_the_targets(name: str, strategy: str, rows: int, kind: str) -
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_padding_rows_are_never_proposed(name: str) -> None:
-    """The target with more rows drafts what the target says, however likely the new rows are."""
+    """A padded copy of the target drafts the target's tokens, even if padding rows are likelier."""
     target = build(name)
     itself = copy.deepcopy(padded(target, VOCAB + 31))
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_padding_rows_are_never_proposed(name: str) -> None:
 
 
 def test_drafts_go_on_behind_tokens_that_the_draft_model_lacks() -> None:
-    """A narrower draft is asked after a text whose newest token it has no embedding for."""
+    """A smaller draft model drafts after a token that it has no embedding for."""
     target, draft = build("llama"), padded(draft_model("llama"), VOCAB - 40)
     text = torch.tensor([[5, 6, 7, VOCAB - 1]])
     output = target.generate(

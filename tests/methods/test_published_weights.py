@@ -1,4 +1,4 @@
-"""What all published heads share: dtypes, vocabularies, outputs."""
+"""Functions for all published heads: dtypes, vocabularies, outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_d2t_holds_offsets() -> None:
 def test_d2t_may_be_absent_where_all_tokens_are_known() -> None:
     assert vocabulary(None, VOCAB) is None
     assert vocabulary(torch.zeros(VOCAB, dtype=torch.long), VOCAB) is None
-    # As many as padding explains.
+    # A small difference is padding.
     assert vocabulary(None, VOCAB - 3) == list(range(VOCAB - 3))
 
 
@@ -45,7 +45,7 @@ def test_a_mask_is_read_where_there_are_no_offsets() -> None:
     found = with_offsets({**scores, "t2d": mask})
     assert found.keys() == {"lm_head.weight", "d2t"}
     assert vocabulary(found["d2t"], 3) == tokens.tolist()
-    # Offsets win, and a mask of other tokens than there are outputs is none.
+    # Offsets take precedence, and a mask with another number of tokens than outputs is ignored.
     given = {"d2t": torch.tensor([1, 1, 1])}
     assert with_offsets({**scores, **given, "t2d": mask})["d2t"] is given["d2t"]
     for other in (mask.logical_not(), torch.zeros_like(mask)):
@@ -86,7 +86,7 @@ def test_heads_never_compute_in_float16() -> None:
     assert head_dtype(half) is torch.bfloat16
     found = fitted(published("x", {}, {}), {"a": torch.ones(2)}, {"a": (2,)}, half)
     assert found["a"].dtype is torch.bfloat16
-    # The target's own head goes on in its dtype.
+    # The target's own output head keeps its dtype.
     assert OutputHead(half)(torch.ones(1, 32, dtype=torch.bfloat16)).dtype is torch.float16
 
 

@@ -1,4 +1,4 @@
-"""Training a head beside its target: what is recorded, what is learned, and what stays as it is."""
+"""`HeadRefresher`: recorded texts, training while the target generates, and unchanged output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEW_TOKENS = 10
 
 
 def eagle(model: PreTrainedModel, responses: list[Response], folder: Path) -> str:
-    """An untrained EAGLE-3 head with a vocabulary."""
+    """Save an untrained EAGLE-3 head with a reduced vocabulary and return its folder."""
     torch.manual_seed(0)
     settings = EagleTrainSettings(vocabulary_size=60, mlp_size=24)
     head = new_head(model, [Text(response) for response in responses], settings, folder)
@@ -36,7 +36,7 @@ def eagle(model: PreTrainedModel, responses: list[Response], folder: Path) -> st
 
 
 def falcon(model: PreTrainedModel, responses: list[Response], folder: Path) -> str:
-    """An untrained Falcon head with a vocabulary, which drafts two tokens per pass."""
+    """Save an untrained Falcon head that drafts two tokens per pass, with a reduced vocabulary."""
     torch.manual_seed(0)
     known = torch.tensor(sorted({token for one in responses for token in one.response}))
     save_adapter(folder, FalconHead(model, FalconShape(2), known).to_adapter({"max_depth": 4}))
@@ -66,7 +66,7 @@ Generate = Callable[..., Any]
 def generate(
     model: PreTrainedModel, responses: list[Response], strategy: str, assistant: str
 ) -> Generate:
-    """Greedy answers to three prompts of different lengths, which equal those without drafts."""
+    """Return a function that generates for three ragged prompts and checks the greedy output."""
     prompts = [response.prompt for response in responses[:3]]
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -122,12 +122,12 @@ def test_drafts_improve_and_the_output_stays(
         assert figures["tokens"] >= 2 * NEW_TOKENS
     assert losses[-1] < losses[0] - 1
     assert generate().spec_stats.tau > before + 0.5
-    # The loaded head is the same one.
+    # The loaded head is the same object.
     assert generate(assistant=refresher.head).spec_stats.tau > before + 0.5
 
 
 def test_it_follows_the_target(model: PreTrainedModel, assistant: str, generate: Generate) -> None:
-    """The loss compares with the target's current weights."""
+    """The loss is computed with the target's current weights."""
     refresher = HeadRefresher(model, assistant, learning_rate=3e-3)
     for _ in range(8):
         generate()
@@ -175,7 +175,7 @@ def test_heads_built_in_inference_mode(
 def test_half_precision_weights_are_trained_in_float32(
     model: PreTrainedModel, responses: list[Response], strategy: str, tmp_path: Path
 ) -> None:
-    """Steps that are too small for bfloat16 add up."""
+    """Updates too small for bfloat16 accumulate."""
     half = model.to(torch.bfloat16)
     refresher = HeadRefresher(
         half, METHODS[strategy](half, responses, tmp_path), learning_rate=1e-3, num_steps=1

@@ -1,4 +1,4 @@
-"""Every registered strategy is documented, has a test file and stands in the shared matrix."""
+"""Every registered strategy is documented and has a row in the shared test matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def place_of(name: str) -> str:
-    """Folder of the method that a strategy belongs to, or its file: "gsd/", "none.py"."""
+    """Return the folder or file of the method that a strategy belongs to: "gsd/", "none.py"."""
     [_, _, method, *inner] = type(parse_strategy(name)).__module__.split(".")
     return f"{method}/" if inner else f"{method}.py"
 
@@ -37,7 +37,7 @@ def test_the_matrix_is_complete() -> None:
 
 
 def test_the_package_lists_every_method() -> None:
-    """The table in the docstring of `hf_spec.methods`."""
+    """The table in the docstring of `hf_spec.methods` has one correct row per strategy."""
     _, _, table, _ = re.split(r"^=[= ]+$", hf_spec.methods.__doc__ or "", flags=re.MULTILINE)
     rows = {row[0]: row for row in map(str.split, table.strip().splitlines())}
     assert sorted(rows) == known_strategies()
@@ -47,7 +47,7 @@ def test_the_package_lists_every_method() -> None:
     trained_here = {name for name, row in rows.items() if row[-1] in {"here", "either"}}
     optional = {name for name, row in rows.items() if row[-1] == "optional"}
     trainings = {training.name for training in known_trainings()}
-    # Medusa heads are one of two kinds of "heads".
+    # The training "medusa" is for the strategy "heads".
     assert trained_here | {"draft"} == trainings - {"medusa"} | {"heads"}
     assert "draft" in optional
 

@@ -1,4 +1,4 @@
-"""The trainings of the methods: complete descriptions of functions that exist."""
+"""Registered trainings: none is missing, and their functions exist."""
 
 from __future__ import annotations
 

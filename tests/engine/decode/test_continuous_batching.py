@@ -1,4 +1,4 @@
-"""Continuous batching: slots are reused, forwards shared, and nothing grows with the prompts."""
+"""Continuous batching: reused slots, shared forward passes, and memory that does not grow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests import tiny_models
 from tests.open_requests import PROMPTS, alone, drawn, generation, greedy
 from tests.tiers import FEW_STRATEGIES
 
-# Longer texts than the first capacity of the pool would hide growth.
+# Texts longer than the initial capacity of the pool would hide growth.
 NEW_TOKENS = 6
 
 
@@ -60,7 +60,7 @@ def batch_of(
 
 
 def drain(batch: ContinuousBatch) -> list[int]:
-    """Run to the end; memory of keys and values after every step."""
+    """Run to the end; return the bytes of keys and values after every step."""
     sizes = []
     with batch.active():
         while batch.unfinished:
@@ -88,7 +88,7 @@ def test_a_finished_row_hands_its_slot_on_at_once(monkeypatch: pytest.MonkeyPatc
                 waiting.remove(text)
         assert busy == 3 or not waiting, "a slot is free while prompts wait"
     assert waiting == []
-    # A newcomer's prompt is in one forward with the drafts of rows that are further on.
+    # A new prompt shares a forward pass with the drafts of rows that are already decoding.
     newcomers = {tuple(request.prompt) for request in requests(8)[3:]}
     for prompt in newcomers:
         tree, texts = next((t, s) for t, s in trees if list(prompt) in s)
@@ -98,7 +98,7 @@ def test_a_finished_row_hands_its_slot_on_at_once(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("strategy", ["lookup", "draft", "falcon"])
 def test_memory_is_that_of_the_slots(strategy: str) -> None:
-    """Twenty prompts take what six take: keys and values, frames, what the drafter keeps."""
+    """Twenty prompts need as much memory as six: KV pool, padded ids, and drafter state."""
 
     def measure(count: int) -> tuple[list[int], Any, Any]:
         model = tiny_models.build("llama")
@@ -127,7 +127,7 @@ def test_no_more_slots_than_requests() -> None:
 
 
 def test_a_slot_forgets_the_sequence_before() -> None:
-    """A lookup that did not would copy from another text; the draft model would attend to it."""
+    """With stale state a lookup would copy from another text, and a draft model attend to it."""
     drafter = DraftModelDrafter(
         DraftConfig(length_policy="heuristic"), tiny_models.draft_model("llama")
     )
@@ -141,7 +141,7 @@ def test_a_slot_forgets_the_sequence_before() -> None:
 
     drafter.restart = restart  # type: ignore[method-assign]
     drain(batch_of(7, drafter))
-    # Three begin with the generation.
+    # The other three requests start with the generation.
     assert seen == [(0, 5)] * 4
 
 
@@ -173,7 +173,7 @@ def test_what_is_refused_for_its_length_is_refused_at_once() -> None:
 
 
 def test_a_drafter_starts_with_the_first_prompts() -> None:
-    """One that measures what a round costs needs something to run."""
+    """A drafter that measures the cost of a round needs tokens to run."""
 
     seen: list[list[list[int]]] = []
 
@@ -213,13 +213,13 @@ def test_an_end_of_sequence_is_known_to_drafters() -> None:
     assert batch._state.stop.ends_sequence(7)
 
 
-# A batch that requests join and leave: each is answered as if it were alone.
+# An open batch, which requests join and leave: each output is the same as without the others.
 
 
 def join_one_by_one(
     served: OpenGeneration, configs: list[GenerationConfig], num_slots: int = 3
 ) -> dict[str, list[int]]:
-    """The prompts in turn, a newcomer every second step where a slot is free; what was streamed."""
+    """Add a prompt every second step if a slot is free; return the streamed tokens."""
     streamed: dict[str, list[int]] = {str(number): [] for number in range(len(configs))}
     batch = served.make_batch(num_slots, lambda name, tokens: streamed[name].extend(tokens))
     waiting = [
@@ -272,7 +272,7 @@ def test_each_has_its_own_processors_and_end() -> None:
         {"bad_words_ids": [[7]]},
     ]
     configs = [greedy(**one) for one in settings]
-    # A word that one says ends it, and nobody else.
+    # A token that request 0 generates ends this request, but not the others.
     text = alone(PROMPTS[0], greedy())
     configs[0].eos_token_id = text[4]
     expected = [alone(PROMPTS[number], greedy(**one)) for number, one in enumerate(settings)]

@@ -1,4 +1,4 @@
-"""Copies for sequences that advance at different speeds: what is their own and what is shared."""
+"""Copies for sequences that advance at different speeds: copied and shared members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a drafter brings by default, and the stock assisted decoding of transformers with one."""
+"""Defaults of drafters, and stock assisted decoding of transformers with our drafters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAINS: dict[str, Callable[[str], Drafter]] = {
 
 
 class Kept:
-    """Counts what transformers says of a drafter's candidates."""
+    """Recorder of the number of matches that transformers reports to a drafter."""
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
@@ -55,7 +55,7 @@ def test_stock_assisted_decoding_with_our_drafter(
     before = snapshot(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "_get_candidate_generator", lambda *_, **__: drafter, raising=False)
-        # Any setting that makes generate() choose assisted decoding; ours replaces its drafter.
+        # Any setting that makes generate() choose assisted decoding; our drafter replaces its own.
         assisted = model.generate(
             **prompt, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=3
         )
@@ -100,7 +100,7 @@ def test_nothing_is_counted_by_default() -> None:
 
 
 class Counted(LookupDrafter):
-    """Notes which generations it starts."""
+    """Drafter that records the generations it starts."""
 
     def __init__(self) -> None:
         super().__init__(LookupConfig())

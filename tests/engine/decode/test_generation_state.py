@@ -1,4 +1,4 @@
-"""Sequences under generation: streamed blocks, scores, statistics, rows that begin again."""
+"""State of a generation: streamed blocks, scores, statistics, and rows that are reused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.row_states import EndRowOn, RowRecorder, commit, make_state
 
 
 class Recorder:
-    """A streamer that keeps its blocks."""
+    """Streamer that records its blocks."""
 
     def __init__(self) -> None:
         self.blocks: list[list[int]] = []
@@ -80,7 +80,7 @@ def test_the_streamer_gets_committed_blocks_once_and_in_order() -> None:
 def test_a_device_runs_the_next_forward_pass_before_tokens_are_streamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last tokens of a row wait for nothing."""
+    """The last tokens of a row are streamed immediately."""
     device = SimpleNamespace(ASYNCHRONOUS={"cpu"})
     monkeypatch.setattr(generation_state, "transfer", device)
     streamer = RowRecorder()
@@ -112,11 +112,11 @@ def test_a_batch_streamer_hears_of_every_row_and_of_its_end() -> None:
 
 
 def test_tokens_that_may_still_be_cut_are_held_back() -> None:
-    """Without an end of sequence the rows end where the last one does."""
+    """Without an EOS token all rows end at the same length as the last one."""
     streamer = RowRecorder()
     state = make_state(MaxLengthCriteria(20), EndRowOn(12, 18), streamer=streamer)
     commit(state, [11, 12, 13, 14, 15], [14, 15])
-    # Nobody was asked about the third token yet.
+    # The criterion has not been evaluated for the third token yet.
     assert streamer.rows == {0: [11, 12], 1: [14, 15]}
     commit(state, [16], [17])
     assert streamer.rows == {0: [11, 12, 13], 1: [14, 15, 17]}
@@ -141,7 +141,7 @@ def test_a_row_begins_again_with_rules_and_counts_of_its_own() -> None:
     commit(state, [50, 51, 52, 53], [16, 30])
     assert state.finished == [True, False], "of length 6; 30 ends only the other one"
     assert state.tokens[0] == [40, 41, 42, 50, 51, 52]
-    # Called as for a batch of one, without the padding of the others.
+    # Called as for a batch of one, without the padding of the other rows.
     assert [shape for shape, _ in criterion.shown] == [[1, 4], [1, 5], [1, 6]]
     assert streamer.rows == {0: [11, 12], 1: [14, 15, 16, 30], 5: [50, 51, 52]}
     assert streamer.ended == [0, 5]
@@ -163,7 +163,7 @@ def test_rows_of_different_calls_do_not_wait_for_each_other() -> None:
 
 
 def test_statistics_of_the_batch_are_those_of_the_paper() -> None:
-    """Table 1: two samples gain 4 and 1 tokens, then 2 and 6; the rows that end count no more."""
+    """Table 1: two samples gain 4 and 1 tokens, then 2 and 6; finished rows no longer count."""
     state = make_state(MaxLengthCriteria(40), EosTokenCriteria(99))
     commit(state, [20, 21, 22, 23], [20])
     commit(state, [24, 25], [21, 22, 23, 24, 25, 26])
@@ -174,7 +174,7 @@ def test_statistics_of_the_batch_are_those_of_the_paper() -> None:
     assert [row.accepted_length for row in stats.rows] == [3, 3.5]
     assert stats.accepted_length_mean == 3.25
     assert stats.accepted_length_min == 3
-    # Cut by an end of sequence: what is not in the output was not gained.
+    # Cut at an EOS token: only tokens in the output count as gained.
     commit(state, [99, 1, 2], [27, 28])
     assert stats.uneven_tokens == 7 + 1
     commit(state, [], [29, 30, 31])
@@ -189,7 +189,7 @@ def test_statistics_count_what_was_drafted_and_kept() -> None:
     stats = state.stats
     assert [row.target_forwards for row in stats.rows] == [1, 1]
     assert [row.drafted_tokens for row in stats.rows] == [3, 1]
-    # Row 0 ends with its accepted end of sequence: both were kept, the bonus token was not.
+    # Row 0 ends at its accepted EOS token: both draft tokens are kept, the bonus token is not.
     assert [row.accepted_tokens for row in stats.rows] == [2, 0]
     assert state.generated == [2, 1]
     assert stats.drafted_by_position == [2, 1]

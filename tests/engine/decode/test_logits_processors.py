@@ -1,4 +1,4 @@
-"""Every logits processor inside a draft tree does what it does in plain generate()."""
+"""Logits processors have the same effect inside a draft tree as in plain generate()."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from tests.tiny_models import (
 )
 
 NEW_TOKENS = 14
-# Seeds a watermark with which plain generate() fails as well.
+# Hashing key of a watermark with which plain generate() fails as well.
 FAILING_KEY = 4
 
 
 def arguments(strategy: str) -> dict[str, Any]:
     if strategy == "lookup":
         return {"spec_strategy": LookupConfig(max_matches=3)}
-    # A draft model that is often right, so that nodes are visited deep in the tree.
+    # A draft model with a high acceptance rate, so that deep nodes of the tree are visited.
     return {"spec_strategy": TreeConfig(children=2), "assistant": build("llama")}
 
 
@@ -51,7 +51,7 @@ def inputs(batch: str) -> dict[str, Tensor]:
 
 
 def odd_rows_stay_even(row: int, prefix: Tensor) -> list[int]:
-    """Allowed tokens by batch row and by what came last."""
+    """Return the tokens allowed for a batch row after its last token."""
     return list(range((row + int(prefix[-1])) % 2, VOCAB, 2))
 
 
@@ -91,10 +91,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
-# These act on scores that the tiny model never gives.
+# These act on scores that the tiny model never produces.
 IDLE = {"renormalize_logits", "remove_invalid_values"}
 
-# Settings that only sampling uses, and what transformers makes of them.
+# Settings that only sampling uses.
 WARPERS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6},
     "top_k": {"top_k": 7},
@@ -122,7 +122,7 @@ def test_greedy_output_is_that_of_plain_generate(name: str, strategy: str, batch
 
 @pytest.mark.parametrize("name", sorted(SETTINGS.keys() - IDLE))
 def test_the_settings_change_the_output(name: str) -> None:
-    """Or the test above would pass with processors left out."""
+    """Otherwise the test above would pass without any processors."""
     changed = []
     for batch in ("one", "ragged"):
         call = {**inputs(batch), "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
@@ -135,7 +135,7 @@ def test_the_settings_change_the_output(name: str) -> None:
 @pytest.mark.parametrize("batch", ["one", "ragged"])
 @pytest.mark.parametrize("name", WARPERS)
 def test_scores_of_sampling_are_those_of_plain_generate(name: str, batch: str) -> None:
-    """The warped scores of every step, at the prefixes that speculative sampling went through."""
+    """The warped scores of every step match on the prefixes that speculative sampling visited."""
     model = build("llama")
     torch.manual_seed(3)
     call = {**inputs(batch), "do_sample": True, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
@@ -144,7 +144,7 @@ def test_scores_of_sampling_are_those_of_plain_generate(name: str, batch: str) -
     new = drafted.sequences[:, call["input_ids"].shape[1] :]
 
     class Follow(LogitsProcessor):
-        """Keeps the scores and leads plain generate() along the drafted output."""
+        """Processor that records scores and makes plain generate() follow the drafted output."""
 
         def __init__(self) -> None:
             self.scores: list[Tensor] = []
@@ -176,7 +176,7 @@ class Stateless(LogitsProcessor):
 
 
 class CountsCalls(LogitsProcessor):
-    """Bans a token that depends on how often it was called."""
+    """Processor that bans tokens depending on its number of calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -189,7 +189,7 @@ class CountsCalls(LogitsProcessor):
 
 
 class RemembersTokens(LogitsProcessor):
-    """Learns the newest token of every row in each call and bans all that it has learnt."""
+    """Processor that stores each row's newest token in every call and bans all stored tokens."""
 
     def __init__(self) -> None:
         self.seen: Tensor | None = None
@@ -221,7 +221,7 @@ class LooksAtLength(LogitsProcessor):
 
 
 class ClaimsContinuousBatching(LogitsProcessor):
-    """The flag is about transformers' continuous batching and promises nothing about prefixes."""
+    """Processor with a flag for transformers' continuous batching, which implies nothing here."""
 
     supports_continuous_batching = True
 
@@ -230,7 +230,7 @@ class ClaimsContinuousBatching(LogitsProcessor):
 
 
 class HotterTemperature(hf.TemperatureLogitsWarper):
-    """A subclass of a known class that reads the prefix after all."""
+    """Subclass of a known prefix-free class that does read the prefix."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores.scatter(1, input_ids, -torch.inf)
@@ -259,7 +259,7 @@ USER_WRITTEN = [
 def test_user_written_processors(make: Any, strategy: str, batch: str) -> None:
     model = build("llama")
     call = {**inputs(batch), "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
-    # Between two of transformers' own, whose order must be kept.
+    # Between two processors of transformers; the order must be kept.
     call |= {"repetition_penalty": 1.1, "renormalize_logits": True}
     plain = model.generate(**call, logits_processor=[make()])
     drafted = model.generate(**call, logits_processor=[make()], **arguments(strategy))
@@ -269,7 +269,7 @@ def test_user_written_processors(make: Any, strategy: str, batch: str) -> None:
 
 @pytest.mark.parametrize("batch", ["one", "ragged"])
 def test_a_processor_that_writes_into_its_arguments(batch: str) -> None:
-    """What it writes into scores counts, what it writes into input_ids reaches nobody else."""
+    """Changes of scores take effect; changes of input_ids are not visible elsewhere."""
     model = build("llama")
     call = {**inputs(batch), "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
     drafted = model.generate(**call, logits_processor=[WritesInPlace()], **arguments("lookup"))
@@ -278,7 +278,7 @@ def test_a_processor_that_writes_into_its_arguments(batch: str) -> None:
 
 
 def test_a_constraint_is_not_asked_what_follows_an_end_of_sequence() -> None:
-    """A grammar has no answer there, and plain generate() does not ask at batch size 1."""
+    """A grammar is undefined there, and plain generate() does not call it at batch size 1."""
     model = build("llama")
     prompt = inputs("one")
     eos = int(model.generate(**prompt, max_new_tokens=4)[0, -1])
@@ -319,7 +319,7 @@ def test_a_module_inside_a_processor_is_not_copied() -> None:
 
 @pytest.mark.parametrize("offset", [1, 2], ids=["scores", "a forward of its own"])
 def test_silence_is_looked_for_in_the_first_step_of_the_whole_batch(offset: int) -> None:
-    """A draft of three tokens, of which the class must see none."""
+    """The draft has three tokens; the detector must see none of them."""
     probabilities = []
     for options in ({}, {"spec_strategy": "lookup"}):
         begin = torch.tensor([[whisper_cases.START, 9]]).expand(3, -1)
@@ -390,8 +390,8 @@ class TestRefusals:
         self.refuse(OptionError, "cannot be called with", logits_processor=[odd])
 
 
-# Classes that generate() never makes and that only run inside models which are refused anyway, or
-# that are exact when called as plain generate() calls them.
+# Classes that generate() never creates and that only run inside unsupported models, or that are
+# exact when called as in plain generate().
 AS_PLAIN_GENERATE_CALLS_THEM = {
     hf.SynthIDTextWatermarkLogitsProcessor,
     hf.AlternatingCodebooksLogitsProcessor,
@@ -446,7 +446,7 @@ def test_prefix_free_classes_do_not_read_the_prefix(kind: type) -> None:
     ids=lambda warper: type(warper).__name__ if isinstance(warper, LogitsProcessor) else "",
 )
 def test_where_few_tokens_are_possible_the_others_are_left_out(warper: Any, first: Any) -> None:
-    """As if none were; a processor that knows tokens by id is given all, the others few."""
+    """Results are the same; only a processor that uses token ids gets the scores of all tokens."""
     wanted = torch.arange(1, VOCAB, 3)
     scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
     scores = torch.full_like(scores, -torch.inf).index_copy(1, wanted, scores[:, wanted])
@@ -460,12 +460,12 @@ def test_where_few_tokens_are_possible_the_others_are_left_out(warper: Any, firs
 
 
 def raised(row: int, error: Exception) -> None:
-    """No row of these tests may fail."""
+    """Raise `error`: no row of these tests may fail."""
     raise error
 
 
 class TestRowProcessors:
-    """Rows with lists of their own, which change while the batch goes on."""
+    """Rows with their own processor lists, which change while the batch runs."""
 
     def test_each_row_has_the_processors_of_its_sequence(self) -> None:
         lists = RowProcessors(2, raised)
@@ -539,7 +539,7 @@ class TestRowProcessors:
 @pytest.mark.by_default(strategy=("tree",))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_watermark_that_raises_an_error_on_some_scores(strategy: str) -> None:
-    """Those of the draft model, here; of the target's it makes something at every step."""
+    """Here the draft model's scores cause the error; the target's scores never do."""
 
     def generate(key: int, **more: Any) -> list[list[int]]:
         mark = WatermarkingConfig(
@@ -551,7 +551,7 @@ def test_a_watermark_that_raises_an_error_on_some_scores(strategy: str) -> None:
     choice = speculation("llama", strategy)
     assert generate(3, **choice) == generate(3)
     assert generate(3) != generate(1)
-    # Where the target's own scores are such, the error is that of plain generate().
+    # If the target's own scores cause the error, it is the same as in plain generate().
     for more in ({}, choice):
         with pytest.raises(IndexError, match="tensors used as indices"):
             generate(FAILING_KEY, **more)

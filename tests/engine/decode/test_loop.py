@@ -1,4 +1,4 @@
-"""The decoding loop: exact lengths, and no token of a finished row or of padding is ever run."""
+"""Decoding loop: exact lengths, and no forward pass of finished rows or padding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tiers import FEW_STRATEGIES
 
 
 def decode(batch: dict[str, Tensor], eos: list[int], **watched: Any) -> GenerationState:
-    """Decoding of llama put together by hand, with lookup unless told otherwise."""
+    """Decode with llama and manually assembled parts; the default drafter is lookup."""
     num_rows, width = batch["input_ids"].shape
     stop = StopRules([MaxLengthCriteria(width + 24), EosTokenCriteria(eos)], num_rows)
     state = GenerationState.create(*batch.values(), stop)
@@ -61,7 +61,7 @@ def test_the_length_is_exact(strategy: str, new_tokens: int) -> None:
 def test_tokens_are_streamed_during_the_next_forward_pass(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device that works by itself; an error in a draft keeps none of them back."""
+    """Tokens wait only on an asynchronous device; an error in a draft withholds none of them."""
     kinds = {"cpu"} if waits else {"cuda"}
     monkeypatch.setattr(generation_state, "transfer", SimpleNamespace(ASYNCHRONOUS=kinds))
     prompt = tiny_models.settled_prompt("llama")
@@ -86,7 +86,7 @@ def fail(*_: Any) -> DraftTree:
 
 
 def test_every_token_run_is_a_prompt_token_or_a_node() -> None:
-    """Rows end at different times; the last layer sees what the statistics say, and no more."""
+    """Rows end at different times; the last layer runs exactly the tokens that are counted."""
     batch = tiny_models.prompts("llama", "ragged")
     model = tiny_models.build("llama")
     said = model.generate(**batch, max_new_tokens=24, do_sample=False)[:, -24:]
@@ -111,7 +111,7 @@ def test_every_token_run_is_a_prompt_token_or_a_node() -> None:
 
 
 class StepChecks(DraftModelDrafter):
-    """Drafts trees, and looks at the target's storage whenever a round is over."""
+    """Tree drafter that checks the target's KV cache after every round."""
 
     def __init__(self, target: ModelRunner):
         super().__init__(TreeConfig(), tiny_models.draft_model("llama"))
@@ -131,7 +131,7 @@ class StepChecks(DraftModelDrafter):
         for row in self.state.unfinished:
             length = len(self.state.tokens[row])
             assert self.target.rows.stored[row] == length - 1
-            # The draft model has not seen the last level of what it drafted.
+            # The draft model has not run the last level of its own draft.
             assert length - 3 <= self._runner.rows.stored[row] < length
         self.moved += any(path != list(range(1, len(path) + 1)) for path in verdict.paths)
         self.sizes.append(self.target.rows.pool.nbytes())
@@ -144,7 +144,7 @@ def test_what_is_stored_is_what_is_committed_after_every_step() -> None:
     assert len(drafter.sizes) == state.stats.target_forwards
     assert drafter.moved > 0, "no branch but the first was ever taken"
     assert len(set(drafter.sizes)) == 1, "memory grew within the first capacity"
-    # Every committed token but the newest is in the pool, at its own place.
+    # Every committed token but the newest is in the pool, at its own position.
     plain = tiny_models.build("llama")(torch.tensor([state.tokens[0][:-1]]), use_cache=True)
     keys = output_cache(plain).layers[2].keys[0]
     length = keys.shape[1]

@@ -1,4 +1,7 @@
-"""Operations that find no memory run once more after some is freed, unless that repeats effects."""
+"""Out-of-memory errors: operations are retried once after memory is freed.
+
+Operations with side effects that a retry would repeat raise the error at once.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from tests.generation.test_own_prefill import longrope
 def fail_at(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int, times: int = 1
 ) -> list[int]:
-    """Let a method run and then fail, at a call and those after it; returns the calls made."""
+    """Make a method fail after it ran, in `times` calls from `number` on; return the call log."""
     method, calls = getattr(owner, name), []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -43,13 +46,13 @@ def falcon() -> dict[str, Any]:
 
 
 def generate(model: Any, **options: Any) -> Any:
-    # Longer than the limit from which the model of the own prefill is supported.
+    # Longer than the limit past which the LongRoPE model is supported.
     prompt = tiny_models.ragged_batch((20, 31, 17))
     call = {**prompt, "max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
     return model.generate(**{**call, **options})
 
 
-# What fails, for which model, with which drafter.
+# Class, method and call that fail, the model, and the options of the drafter.
 CASES: dict[str, tuple[type, str, int, Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "verification": (NodeDraw, "verify", 2, lambda: tiny_models.build("llama"), dict),
     "rectangular": (ModelCall, "__call__", 2, lambda: tiny_models.build("bloom"), dict),
@@ -74,7 +77,7 @@ def test_it_runs_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.target_tokens == expected.target_tokens
     assert found.target_forwards == expected.target_forwards
     assert found.accepted_tokens == expected.accepted_tokens
-    # Statistics are those of the target.
+    # Statistics count only retries of the target.
     assert found.memory_retries == (name != "recurrent head")
 
 
@@ -89,7 +92,7 @@ def test_it_is_raised_the_second_time(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 class CountingProcessor(LogitsProcessor):
-    """A user's class, which may remember its calls."""
+    """User-defined processor, which may be stateful."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores

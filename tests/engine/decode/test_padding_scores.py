@@ -1,4 +1,4 @@
-"""Scores of rows that have ended are those of plain `generate()`, which runs them on padding."""
+"""Scores of finished rows match plain `generate()`, which keeps running them on padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEW_TOKENS = 20
 
 
 def given(name: str) -> dict[str, Any]:
-    """A batch in which rows end early and late, padded with a token that is said, too."""
+    """Return a call whose rows end early and late, padded with a token that is also generated."""
     batch = tiny_models.prompts(name, "ragged")
     free = tiny_models.build(name).generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
     said = free[:, batch["input_ids"].shape[1] :]
@@ -49,7 +49,7 @@ def test_criteria_see_the_scores_of_plain_decoding(name: str, strategy: str) -> 
 
 
 class Counting(RepetitionPenaltyLogitsProcessor):
-    """Remembers its calls: a class of its own is asked once for each token of a row."""
+    """Stateful processor; a user-defined class is called once for each token of a row."""
 
     def __init__(self) -> None:
         super().__init__(1.2)
@@ -72,7 +72,7 @@ def test_processors_go_on_for_rows_that_have_ended() -> None:
 
 
 def test_the_cache_goes_on_as_after_plain_decoding() -> None:
-    """Padding that ran for the criteria is not run twice into the cache that is returned."""
+    """Padding that was run for the criteria is not added to the returned cache again."""
     model, call = tiny_models.build("llama"), given("llama")
     rules = [criteria.AfterCalls(14)]
     output, expected = criteria.compare(model, call, rules, {"spec_strategy": "lookup"})

@@ -1,4 +1,4 @@
-"""An error in one sequence of a continuous batch ends that sequence alone."""
+"""An error in one sequence of a continuous batch ends only that sequence."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.open_requests import (
 )
 from tests.tiers import FEW_STRATEGIES
 
-# A prompt that begins with this token is the one whose settings fail.
+# Processors and criteria fail only for the prompt that begins with this token.
 POISON = 5
-# So many tokens come before the error.
+# Number of new tokens before the error.
 GRACE = 4
 PROMPT = [POISON, 7, 8, 7, 8]
 
@@ -102,7 +102,7 @@ def test_scores_from_which_nothing_can_be_drawn(strategy: str) -> None:
 
 
 def test_plain_greedy_decoding_takes_nan_and_so_does_a_greedy_row() -> None:
-    """The maximum of scores with NaN is what plain `generate()` takes, without an error."""
+    """As in plain `generate()`, the argmax of scores with NaN is taken without an error."""
     found = batch("lookup", MIXED, logits_processor=[NanProcessor()])["req_1"]
     processors = {"logits_processor": [NanProcessor()]}
     ids = torch.tensor([PROMPT])
@@ -130,12 +130,12 @@ def test_a_listener_learns_the_end_and_the_log_has_the_traceback(
 
 @pytest.mark.parametrize("drafts", ["lookup", "draft", "falcon", "none"])
 def test_a_slot_is_free_for_the_next_request(drafts: str) -> None:
-    """Requests with settings of their own, as a server has them."""
+    """Requests have their own settings, as on a server."""
     own = generation(strategy=drafts)
     outputs = {}
     streams: dict[str, list[int]] = {}
     live = own.make_batch(2, lambda name, tokens: streams.setdefault(name, []).extend(tokens))
-    # The token is set in the last step, and no model has it.
+    # The token is forced in the last step and is outside of the vocabulary.
     poison = greedy(forced_eos_token_id=10**6)
     nothing = drawn(temperature=1e-45)
     configs = [greedy(), poison, greedy(), nothing, poison, greedy(repetition_penalty=1.3)]

@@ -1,4 +1,4 @@
-"""Distributions of any scores; draws without replacement: the same by both ways."""
+"""Argmax and distributions of arbitrary scores, and both ways to draw without replacement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def p_value(expected: torch.Tensor, counts: torch.Tensor) -> float:
 
 
 def pairs(drawn: torch.Tensor) -> torch.Tensor:
-    """How often each ordered pair came."""
+    """Count how often each ordered pair was drawn."""
     return torch.bincount(drawn[:, 0] * len(PROBS) + drawn[:, 1], minlength=len(PROBS) ** 2)
 
 
@@ -29,7 +29,7 @@ def test_clocks_ring_in_the_order_of_draws_without_replacement() -> None:
     expected.fill_diagonal_(0)
     assert counts[expected.flatten() == 0].sum() == 0
     assert p_value(expected, counts) > 1e-6
-    # The order the other way round is another distribution.
+    # The reversed order has a different distribution.
     assert p_value(expected.T, counts) < 1e-9
 
 
@@ -46,10 +46,10 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_argmaxes_are_those_of_torch(dtype: torch.dtype) -> None:
-    """The first of equal logits is taken, of which half precision has many; NaN is the largest."""
+    """The first of equal logits wins (half precision has many ties); NaN is the largest."""
     logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[3], logits[4], logits[5, 70], logits[6, [9, 90]] = 0, -INF, INF, NAN
-    # Closer to each other than float32 can tell.
+    # Differences below the resolution of float32.
     logits[7, :3] = torch.tensor([9, 9 + 1e-12, 9], dtype=torch.float64).to(dtype)
     assert argmaxes(logits) == logits.argmax(dim=-1).tolist()
 

@@ -20,11 +20,11 @@ from tests.row_states import EndAllOn, EndRowOn, commit, make_state
 
 
 class Longer(MaxLengthCriteria):
-    """A subclass may do anything."""
+    """Subclass of a known criterion, which may do anything."""
 
 
 class OwnEnd(EosTokenCriteria):
-    """Another one."""
+    """Another such subclass."""
 
 
 def stop_string() -> StopStringCriteria:
@@ -138,7 +138,7 @@ def test_rows_end_on_their_own_and_are_padded() -> None:
 
 
 def test_without_an_end_of_sequence_all_rows_end_where_the_last_one_does() -> None:
-    """Plain generate() pads nothing then: rows that met a rule go on until all have met one."""
+    """Plain generate() does not pad then: rows that met a rule continue until all have met one."""
     state = make_state(MaxLengthCriteria(20), EndRowOn(12, 18), pad_token_id=99)
     commit(state, [11, 12, 13], [14, 15])
     assert state.unfinished == [0, 1]
@@ -183,7 +183,7 @@ def test_a_criterion_answers_for_its_own_row() -> None:
     commit(state, [14, 12, 13], [12, 13, 14, 15])
     assert state.generated == [2, 3]
     assert state.finished == [True, True]
-    # The whole batch, one call per step, scores only where they are kept.
+    # The whole batch in one call per step, with scores only if they are kept.
     assert criterion.shown == [([2, length], None) for length in (5, 6, 7)]
 
 
@@ -197,7 +197,7 @@ def test_a_criterion_with_one_answer_for_all() -> None:
 
 
 class ShowFrames(StoppingCriteria):
-    """Ends nothing and keeps what it was shown."""
+    """Criterion that never ends a row and records its inputs."""
 
     def __init__(self) -> None:
         self.frames: list[list[list[int]]] = []
@@ -249,7 +249,7 @@ def test_rows_draft_no_further_ahead_than_pays() -> None:
 
 
 class Answer(StoppingCriteria):
-    """Says the same at every step."""
+    """Criterion that returns the same value at every step."""
 
     def __init__(self, answer: Any):
         self.answer = answer
@@ -284,7 +284,7 @@ def test_an_answer_of_another_shape_is_refused() -> None:
 
 
 def test_criteria_wait_for_the_scores_of_rows_that_have_ended() -> None:
-    """Plain generate() runs such rows on, on padding, and shows their scores with the others."""
+    """Plain generate() keeps running such rows on padding and passes their scores as well."""
     criterion = EndRowOn(98, 98)
     rules = MaxLengthCriteria(9), EosTokenCriteria(12), criterion
     state = make_state(*rules, keep_scores=True)

@@ -1,4 +1,4 @@
-"""Streams of several sequences: whole characters, text that adds up, and an end for each."""
+"""Streaming of several sequences: whole characters, complete texts, and one end per sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiers import FEW_STRATEGIES
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that characters outside ASCII take several."""
+    """Return a tokenizer with one token per byte; characters outside ASCII take several."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,7 +28,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Words with a space between them, which a word alone does not show."""
+    """Return a tokenizer that decodes words with spaces between them; a single word has none."""
     words = ["<end>", "the", "cat", "sat", "on", "a", "mat"]
     inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="the"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -36,7 +36,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Heard:
-    """What a text streamer says, by sequence."""
+    """Text received from a streamer, by sequence."""
 
     def __init__(self) -> None:
         self.pieces: dict[int, list[str]] = {}
@@ -171,7 +171,7 @@ def test_one_sequence_may_have_a_batch_streamer() -> None:
 
 def test_a_streamer_of_one_sequence_is_refused_for_several() -> None:
     streamer = TextStreamer(tiny_models.tokenizer())
-    # `generate()` shows it the batch first, which TextStreamer itself would refuse.
+    # `generate()` passes the batch to it first, for which TextStreamer would raise an error.
     streamer.put = lambda value: None  # type: ignore[method-assign]
     with pytest.raises(UnsupportedError, match=r"TextStreamer follows one.*BatchTextStreamer"):
         batch_call("llama", streamer, spec_strategy="lookup")

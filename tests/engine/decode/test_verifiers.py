@@ -1,4 +1,4 @@
-"""The verifiers on trees made by hand, where every answer can be worked out on paper."""
+"""Verifiers on hand-made trees, for which every result can be computed on paper."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def make_state(prompts: list[list[int]], eos: int | None = None, **options: Any)
 
 
 def one_hot(choices: list[int]) -> Tensor:
-    """(N, VOCAB) logits whose argmax is the given token at each node."""
+    """Return (N, VOCAB) logits whose argmax is the given token at each node."""
     return torch.nn.functional.one_hot(torch.tensor(choices), VOCAB) * 10.0
 
 
 def probabilities(rows: list[list[float]]) -> Tensor:
-    """(N, VOCAB) logits with these softmax values; missing ones are 0."""
+    """Return (N, VOCAB) logits with these softmax values; missing ones are 0."""
     table = torch.zeros(len(rows), VOCAB)
     for node, row in enumerate(rows):
         table[node, : len(row)] = torch.tensor(row)
@@ -72,7 +72,7 @@ class TestNodeDraw:
         assert verdict.paths == [[2, 5]]
 
     def test_scores_in_bfloat16_are_processed_in_float32(self) -> None:
-        """As plain `generate()` does; two of them would be equal after this processor."""
+        """As in plain `generate()`; in bfloat16 two scores would be equal after this processor."""
 
         def shift(input_ids: Tensor, scores: Tensor) -> Tensor:
             return scores + 100
@@ -132,7 +132,7 @@ class TestNodeDraw:
     def test_every_node_is_processed_with_its_own_prefix(self) -> None:
         penalty = RepetitionPenaltyLogitsProcessor(100.0)
         tree = DraftTree.from_rows([([1, 2, 3], [-1, 0, 1])])
-        # Without the penalty the target would say 2 everywhere.
+        # Without the penalty the target would predict 2 everywhere.
         logits = torch.tensor([[0, 0, 9, 1, 0, 0], [0, 0, 9, 8, 0, 0], [0, 0, 9, 8, 7, 0]]).float()
         assert NodeDraw([penalty], 1).verify(tree, logits, make_state([[1]])).tokens(0) == [2, 3, 4]
 
@@ -148,7 +148,7 @@ class TestNodeDraw:
 
 class TestResidualRejection:
     def tree(self, tokens: list[int], draft: list[float]) -> DraftTree:
-        """A root 1 whose children were drawn from `draft`."""
+        """Return a tree with root 1, whose children were drawn from `draft`."""
         return DraftTree.from_rows(
             [([1, *tokens], [-1] + [0] * len(tokens))],
             draft_probs=probabilities([draft, *[[]] * len(tokens)]).exp(),
@@ -172,7 +172,7 @@ class TestResidualRejection:
         verdict = self.judge(self.tree([0], [0.8, 0.2]), [0.4, 0.6])
         assert verdict.accepted == [[1] if accepted else []]
         if not accepted:
-            # The residual is all on token 1.
+            # All of the residual is on token 1.
             assert verdict.bonus == [1]
 
     def test_a_uniform_of_zero_does_not_accept_what_the_target_excludes(
@@ -189,7 +189,7 @@ class TestResidualRejection:
         assert all(self.judge(tree, [0.3, 0.7]).accepted == [[1]] for _ in range(200))
 
     def test_an_empty_residual_gives_no_nan(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # A uniform of one cannot be drawn; it stands for rounding that rejects where p = q.
+        # A uniform of 1 cannot be drawn; it simulates rounding that rejects although p = q.
         self.uniforms(monkeypatch, 1.0)
         verdict = self.judge(self.tree([0], [0.5, 0.5]), [0.5, 0.5])
         assert verdict.accepted == [[]]
@@ -222,7 +222,7 @@ class TestRowsThatDrawBesideOthers:
     TARGET = (0.0, 0.1, 0.5, 0.4)
 
     def said(self, processors: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
-        """What greedy rows say, and what drawing rows do, by the same scores."""
+        """Return the tokens of greedy rows and of sampled rows for the same scores."""
         torch.manual_seed(0)
         tree = DraftTree.from_rows([([1, 2], [-1, 0])] * self.ROWS)
         logits = probabilities([list(self.TARGET), [0.2, 0.6, 0.2]] * self.ROWS)
@@ -258,12 +258,12 @@ class TestRowsThatDrawBesideOthers:
 
 
 class TestAllNodesAtOnce:
-    """What a GPU does, here by the interpreted kernel."""
+    """Verification of all nodes in one kernel, as on a GPU; here the kernel is interpreted."""
 
     ROWS = 1000
 
     def both(self, rule: type[Verifier], tree: DraftTree, logits: Tensor, **options: Any) -> Any:
-        """The verdict level by level, and the one of all nodes at once."""
+        """Return the verdict computed level by level, and the one of all nodes at once."""
         rows = tree.num_rows
         state = make_state([[1]] * rows, **options)
         processors = [InfNanRemoveLogitsProcessor()]
@@ -282,7 +282,7 @@ class TestAllNodesAtOnce:
                 step.processor = lambda _, scores: swap(scores)
 
         tree = DraftTree.from_rows([BRANCHED, ([1], [-1])])
-        # Seen from the other end of the vocabulary: 3 follows the root, 4 that, and 5 that.
+        # Counted from the other end of the vocabulary: 3 follows the root, then 4, then 5.
         logits = one_hot([2, 0, 1, 0, 0, 0, 3])
         apart, together = self.both(Swapped, tree, logits)
         assert together.accepted == apart.accepted == [[2, 5], []]
@@ -294,7 +294,7 @@ class TestAllNodesAtOnce:
                 super().__init__(processors, num_rows)
                 self.processors._steps[0].processor = lambda _, scores: scores + 100
 
-        # In bfloat16 both sums are 110, and the first of equals would be taken.
+        # In bfloat16 both sums are 110, and the first of the equal scores would be taken.
         logits = torch.zeros(1, VOCAB, dtype=torch.bfloat16)
         logits[:, 2], logits[:, 4] = 10, 10.0625
         apart, together = self.both(Shifted, DraftTree.from_rows([([1], [-1])]), logits)
@@ -332,9 +332,9 @@ class TestAllNodesAtOnce:
     def test_residual_rejection_keeps_the_distribution(
         self, right: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Two siblings drawn without replacement from a distribution far from the target's.
+        """Two siblings are drawn without replacement from a distribution far from the target's.
 
-        Not if the draft gives another distribution than that it was drawn from.
+        Tokens are distributed wrongly if `draft_probs` is not what the siblings were drawn from.
         """
         torch.manual_seed(0)
         draft, target = torch.tensor([0.5, 0.3, 0.2, 0, 0, 0]), [0.1, 0.2, 0.3, 0.4]
@@ -352,7 +352,7 @@ class TestAllNodesAtOnce:
         cells = counted([verdict.tokens(row)[0] for row in range(self.ROWS)], target)
         assert (chi_square(cells).p_value > 1e-6) == right
         kept = [len(nodes) for nodes in verdict.accepted]
-        # By hand: of first siblings sum min(p, q) = 0.5 are kept, and more of second ones.
+        # By hand: sum min(p, q) = 0.5 of the first siblings are kept, plus some second siblings.
         assert (sum(kept) > 0.5 * self.ROWS) or not right
 
     def test_a_target_that_says_nothing_is_an_error(self) -> None:
@@ -363,7 +363,7 @@ class TestAllNodesAtOnce:
 
 
 class TestReadout:
-    """What runs in the CUDA graph of the target's step."""
+    """Verification inside the CUDA graph of the target's step."""
 
     ROWS = 1000
     PROCESSORS = (TemperatureLogitsWarper(0.8), TopKLogitsWarper(3), TopPLogitsWarper(0.9))
@@ -371,7 +371,7 @@ class TestReadout:
     def verdict(
         self, rule: type[Verifier], processors: Any, tree: DraftTree, logits: Tensor, padding: int
     ) -> Verdict:
-        """The verdict of a step whose inputs end with `padding`."""
+        """Return the verdict of a step whose inputs end with `padding`."""
         state = make_state([[1]] * tree.num_rows, do_sample=True)
         state.device = DEVICE
         verifier = rule(processors, tree.num_rows)
@@ -379,7 +379,7 @@ class TestReadout:
         assert readout.compute is not None
         tensors = [held(tensor) for tensor in readout.tensors]
         padded = [torch.cat([t, t.new_zeros(padding, *t.shape[1:])]) for t in tensors]
-        # A step may have more tokens for the head than nodes.
+        # The head of a step may run more tokens than there are nodes.
         wide = torch.cat([logits, torch.full((padding + 2, VOCAB), torch.nan)])
         result = readout.compute(OnGpu(wide), [OnGpu(tensor) for tensor in padded])
         return verifier.verify(tree, logits, state, result)
@@ -392,7 +392,7 @@ class TestReadout:
         tree = DraftTree.from_rows([([1, 2], [-1, 0])] * self.ROWS)
         target = probabilities([[0.05, 0.3, 0.25, 0.2, 0.15, 0.05]])
         logits = torch.cat([target, target.flip(1)]).repeat(self.ROWS, 1)
-        # A twin that keeps a token more.
+        # The same processors, but top-k keeps one more token.
         wrong = [self.PROCESSORS[0], TopKLogitsWarper(4), *self.PROCESSORS[2:]]
         processors = self.PROCESSORS if right else wrong
         with pretended(monkeypatch) as gpu:
@@ -449,7 +449,7 @@ class TestReadout:
             assert NodeDraw(processors, 1).readout(tree, state).compute is None
 
     def test_rows_of_several_rules_and_filters(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Filters are inputs of the step, per node; greedy rows beside others are masked."""
+        """Filters are per-node inputs of the step; mixed greedy and sampled rows run after it."""
         rows = RowProcessors(2, lambda row, error: None)
         rows.begin(0, [TopKLogitsWarper(1)])
         rows.begin(1, [TemperatureLogitsWarper(0.5), MinPLogitsWarper(0.2)])

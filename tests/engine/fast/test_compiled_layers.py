@@ -1,4 +1,4 @@
-"""Layers that run as programs: the same tokens, and a model as it was found."""
+"""Compiled layers: the same tokens, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveTokens, from_adapter
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
-# Windows in some layers, a cap, positions in an embedding, norms elsewhere, biases.
+# Windows in some layers, a softcap, learned positions, norms in other places, biases.
 MODELS = ["llama", "gemma2", "gemma3", "opt", "gpt_neox", "phi3", "qwen2_sliding", "olmo2"]
 
 pytestmark = needs_compiler
@@ -38,7 +38,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The attention of the layers that ran as programs."""
+    """Record the attention module of each layer that runs compiled."""
     found: list[Any] = []
     run = BoundLayer.__call__
 
@@ -84,7 +84,7 @@ def test_programs_give_the_tokens_of_plain_generate(name: str, runs: list[Any]) 
 def test_layers_are_compiled_in_a_step_that_must_not_wait(
     runs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As before the capture of a CUDA graph; results are compared on the host."""
+    """This is so before the capture of a CUDA graph; results are compared on the host."""
     compute = ModelRunner._compute
 
     def strict(self: ModelRunner, *arguments: Any) -> Any:
@@ -133,7 +133,7 @@ def test_a_draft_model_checks_its_layers_once_in_a_round(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("name", "programs"), [("llama", 1), ("gemma3", 2)])
 def test_layers_of_a_kind_share_programs(name: str, programs: int) -> None:
-    """One for any number of tokens; layers with and without a window differ."""
+    """One function handles any number of tokens; layers with and without a window differ."""
     assert hf_spec.compile(model(name)).programs == programs
 
 
@@ -151,7 +151,7 @@ def test_new_weights_are_used(runs: list[Any]) -> None:
 
 
 def test_autocast_that_begins_inside_the_model_is_left_alone(runs: list[Any]) -> None:
-    """As in a model that accelerate prepared for mixed precision."""
+    """This occurs in a model that accelerate prepared for mixed precision."""
     target = model("llama")
     hf_spec.compile(target)
     generate(target, "llama", spec_strategy="lookup")
@@ -184,7 +184,7 @@ def test_a_program_that_computes_something_else_is_not_used(
 
 @pytest.mark.parametrize("name", ["llama4", "gpt_oss", "gpt2"])
 def test_what_there_is_no_program_for_runs_as_it_is(name: str) -> None:
-    """Objects that layers are handed; experts that no shape can be foreseen of; other products."""
+    """Objects passed to layers; experts whose shapes depend on the data; other linear modules."""
     target = model(name)
     report = hf_spec.compile(target)
     assert report.layers == 0
@@ -194,7 +194,7 @@ def test_what_there_is_no_program_for_runs_as_it_is(name: str) -> None:
 
 
 class Turning(nn.Module):
-    """Computes something else of many tokens."""
+    """MLP that computes something else for many tokens."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -224,7 +224,7 @@ def test_a_program_that_holds_for_few_numbers_of_tokens_is_not_used(runs: list[A
 
 
 class Untraceable(nn.Module):
-    """Fails wherever its input has no contents."""
+    """MLP that fails if its input has no contents, as in tracing."""
 
     def __init__(self, inner: nn.Module, error: type[Exception]):
         super().__init__()
@@ -264,7 +264,7 @@ def test_forwards_that_products_are_given_later_count(product: str, runs: list[A
 
 @pytest.mark.full
 def test_an_adapter_that_is_chosen_later_counts(runs: list[Any]) -> None:
-    """Names and scales of adapters are constants of a program."""
+    """Names and scales of adapters are constants of a compiled layer."""
     target = model("llama")
     configs = [LoraConfig(r=4, lora_alpha=a, target_modules=["down_proj"]) for a in (8, 32)]
     adapted = get_peft_model(target, configs[0], "first")
@@ -286,7 +286,7 @@ def test_an_adapter_that_is_chosen_later_counts(runs: list[Any]) -> None:
 
 
 def test_hidden_states_are_those_of_programs(runs: list[Any]) -> None:
-    """A head reads them; what transformers collects them by stays on the layers."""
+    """A draft head reads them; the means by which transformers collects them stay on the layers."""
     target, options = model("llama"), tiny_models.speculation("llama", "falcon")
     expected = generate(target, "llama")
     assert torch.equal(generate(target, "llama", **options), expected)
@@ -366,7 +366,7 @@ CHAIN = [7, -1, -1, -1]
 
 @torch.no_grad()
 def step_logits(target: Any, tokens: AdaptiveTokens, *steps: list[int]) -> list[torch.Tensor]:
-    """Logits of chains of nodes, one after the other, with the LoRA of adaptive tokens."""
+    """Return the logits of successive chains of nodes, with the LoRA of adaptive tokens."""
     runner, text, found = ModelRunner(target, 1, virtual_tokens=tokens), [5], []
     with runner.active():
         for nodes in steps:
@@ -384,7 +384,7 @@ def adaptive(target: Any) -> AdaptiveTokens:
 @pytest.mark.by_default(name=("llama",))
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox"])
 def test_the_lora_of_adaptive_tokens_is_compiled(name: str, runs: list[Any]) -> None:
-    """It is installed after the layers were compiled; the chosen nodes differ in every step."""
+    """The LoRA is installed after compilation; the chosen nodes differ in every step."""
     target = model(name)
     tokens = adaptive(target)
     steps = [[7], CHAIN, [7, 9, -1, 8], [7, 8], [7, 9, 9, -1]]
@@ -418,7 +418,7 @@ def test_nodes_without_a_lora_have_the_same_bits_whatever_others_get(factor: flo
 
 
 def test_lora_weights_that_change_are_used() -> None:
-    """Layers are not compiled again, and those of the adapter before are not used."""
+    """Layers are not compiled again, and weights of the previous adapter are not used."""
     target = model("llama")
     hf_spec.compile(target)
     tokens = adaptive(target)
@@ -483,7 +483,7 @@ def test_two_loras_act_in_threads_of_their_own() -> None:
 
 
 class Halved(nn.Linear):
-    """Its low-rank change is added after the whole forward."""
+    """Linear layer whose low-rank change is added after its whole forward."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return super().forward(states) / 2

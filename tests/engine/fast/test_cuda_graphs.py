@@ -1,6 +1,6 @@
-"""Steps in the padded form of CUDA graphs: the same tokens, in few shapes; and what is recorded.
+"""Steps padded for CUDA graphs: the same tokens, few shapes, and recorded steps.
 
-Without a GPU nothing can be recorded, but all that recording rests on runs on a CPU as well.
+Without a GPU nothing can be recorded, but everything that recording needs also runs on a CPU.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from tests.fake_gpu import standing
 from tests.tiers import FEW_STRATEGIES
 
 CPU = torch.device("cpu")
-# The adaptive tokens of `sdsat` run as they come.
+# Steps with the adaptive tokens of `sdsat` are not padded.
 STRATEGIES = [name for name in tiny_models.STRATEGIES if name not in {"none", "sdsat"}]
 
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every shape that steps were padded to, as it was met first; emptied by nobody."""
+    """Record every shape that steps are padded to, in the order of first use."""
     found: list[Any] = []
     create = step_graphs.Shape.__init__
 
@@ -90,7 +90,7 @@ def test_padded_steps_say_the_same(strategy: str, kind: str, shapes: list[Any]) 
     assert padded.spec_stats.accepted_tokens == eager.spec_stats.accepted_tokens
 
 
-# Windows in some layers, a cap, sinks and experts, positions in an embedding.
+# Windows in some layers, a softcap, sinks and experts, learned positions.
 @pytest.mark.parametrize("name", ["gemma3", "gemma2", "gpt_oss", "opt"])
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 def test_padded_steps_of_other_models(name: str, strategy: str, shapes: list[Any]) -> None:
@@ -104,9 +104,9 @@ def test_padded_steps_of_other_models(name: str, strategy: str, shapes: list[Any
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Recording as on a GPU: a replay computes on the standing inputs, into the standing outputs.
+    """Record as on a GPU: a replay computes from the static inputs into the static outputs.
 
-    What one step left behind and the next one overwrites shows. Holds the replays of each runner.
+    This exposes outputs that the next step overwrites. Return the replay counts of the runners.
     """
     replays: list[int] = []
 
@@ -124,7 +124,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     close = StepGraphs.close
     monkeypatch.setattr(step_graphs, "DEVICES", {"cpu"})
     monkeypatch.setattr(step_graphs, "serves", lambda _: True)
-    # The references stand in for the kernels, and read values.
+    # The reference implementations run instead of the kernels, and read values.
     monkeypatch.setattr(step_graphs, "NoWaits", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(step_graphs.Shape, "record", record)
@@ -152,7 +152,7 @@ def test_replayed_steps_say_the_same(strategy: str, kind: str, recorded: list[in
 
 
 def few_tokens_draft() -> Any:
-    """A draft model that knows four tokens."""
+    """Return a draft model that predicts only four tokens."""
     draft = truncated_draft(tiny_models.build("llama"), 1)
     head = DraftHead(draft.get_output_embeddings(), torch.tensor([3, 5, 8, 9]))
     draft.set_output_embeddings(head)
@@ -254,7 +254,7 @@ def test_room_is_made_at_the_start(rows: int, capacity: int, recorded: list[int]
 def test_captures_of_two_thousand_tokens(
     most: int, captures: int, recorded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One for every size of steps, and again when the storage grows, which it rarely does."""
+    """Each size of steps is captured once, and again when the KV pool grows, which is rare."""
     monkeypatch.setattr(kv_cache, "MAX_RESERVED", most)
     monkeypatch.setattr(step_graphs, "MAX_RESERVED", most)
     runner, sequence = ModelRunner(tiny_models.build("llama"), 1), [7]
@@ -272,7 +272,7 @@ def test_captures_of_two_thousand_tokens(
 
 
 def test_few_tokens_and_all_of_them_are_shapes_of_their_own(recorded: list[int]) -> None:
-    """A processor that joins a running batch may ask for all of them."""
+    """A processor that joins a running batch may need all tokens."""
     draft = few_tokens_draft()
     head: Any = draft.get_output_embeddings()
     runner, sequence, widths = ModelRunner(draft, 1), [7], []
@@ -294,7 +294,6 @@ def test_long_steps_run_as_they_come(shapes: list[Any], monkeypatch: pytest.Monk
         for nodes in (1, 2, 4, 8, 2):
             forward(runner, sequence, nodes)
             sequence.append(8)
-    # A token without a node is pending, beside those that run.
     assert [size for _, size in shapes] == [2, 4], "the prompt was too long, and 8 nodes in one row"
 
 
@@ -306,7 +305,7 @@ def test_few_shapes_are_recorded_and_those_used_last_stay(
     with runner.active():
         graphs = runner._graphs
         assert graphs is not None
-        # Steps of 1, 48 and 64 tokens are met once and take no place.
+        # Steps of 1, 48 and 64 tokens occur once and are not recorded.
         for nodes in (4, 4, 4, 1, 48, 64, 12, 12, 12, 4, 30, 30, 30):
             forward(runner, sequence, nodes)
             sequence.append(8)
@@ -326,7 +325,7 @@ def test_few_shapes_are_recorded_and_those_used_last_stay(
 
 
 class TestLaterCalls:
-    """What a call has recorded serves the next one."""
+    """Graphs that are recorded in one call and replayed in later ones."""
 
     @staticmethod
     def counts(kind: str = "one", model: Any = None, **options: Any) -> tuple[int, int]:
@@ -389,7 +388,7 @@ class TestLaterCalls:
 
     @needs_compiler
     def test_compiled_layers(self, recorded: list[int]) -> None:
-        """Stored graphs belong to the state of a model whose layers are installed."""
+        """Stored graphs are tied to the state of a model with its compiled layers installed."""
         model = copy.deepcopy(tiny_models.build("llama"))
         assert hf_spec.compile(model).layers == 3
         first, _ = self.counts(model=model)
@@ -432,7 +431,7 @@ class TestLaterCalls:
 def test_a_forward_that_waits_is_found_before_it_is_recorded(
     recorded: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Here the references do, which stand in for the kernels."""
+    """Here the reference implementations wait, which run instead of the kernels."""
     monkeypatch.setattr(step_graphs, "NoWaits", NoWaits)
     with using("torch"), caplog.at_level(logging.INFO, logger="hf_spec"):
         for _ in range(2):
@@ -463,7 +462,7 @@ def test_a_recording_that_fails_is_not_tried_again(
 
 
 class TestOutOfMemory:
-    """A step that finds no memory runs again when graphs, stored pools and spare room are freed."""
+    """Retries of steps that run out of memory, after graphs, stored pools and room are freed."""
 
     @staticmethod
     def check(model: Any, refusal: str | None) -> None:
@@ -480,7 +479,7 @@ class TestOutOfMemory:
         return copy.deepcopy(tiny_models.build("llama"))
 
     def test_a_step(self, model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-        """The second one: keys and values of the first are kept."""
+        """The second step fails; keys and values of the first are kept."""
         compute, calls = ModelRunner._compute, []
 
         def failing(self: ModelRunner, *args: Any) -> list[Tensor]:
@@ -500,7 +499,7 @@ class TestOutOfMemory:
         self.check(model, None)
 
     def test_the_storage_itself(self, model: Any, recorded: list[int]) -> None:
-        """A device too small for what the call may need, and large enough for what it does."""
+        """The device is too small for the expected length, but large enough for the actual one."""
         with pytest.MonkeyPatch.context() as patch:
             make = torch.Tensor.new_zeros
 
@@ -539,7 +538,7 @@ class TestOutOfMemory:
         [(tiny_models.build, "llama", 2), (hybrid_models.build, "qwen3_next", 1)],
     )
     def test_it_is_raised(self, build: Callable[[str], Any], name: str, times: int) -> None:
-        """At the second time, and at once where states may have changed."""
+        """It is raised the second time, or at once if states may have changed."""
         calls = []
 
         def fail(*_: Any) -> list[Tensor]:
@@ -571,7 +570,7 @@ class TestOutOfMemory:
 
 
 class TestObstacles:
-    """What keeps steps from being recorded."""
+    """Obstacles to the recording of steps."""
 
     def test_a_model_on_the_cpu(self, caplog: pytest.LogCaptureFixture) -> None:
         model = tiny_models.build("llama")
@@ -632,7 +631,7 @@ def test_recorded_steps_say_the_same_on_a_gpu(
     if "assistant" in options:
         options["assistant"] = copy.deepcopy(options["assistant"]).cuda()
     if strategy == "tree":
-        # Of few sizes, so that the target's steps are recorded too.
+        # Trees have few sizes, so that the target's steps are recorded too.
         options["spec_strategy"] = hf_spec.TreeConfig(length_policy="static", max_nodes=15)
     said = []
     for mode in ("off", "auto"):

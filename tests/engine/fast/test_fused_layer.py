@@ -1,4 +1,4 @@
-"""Layers whose small operations are fused for a GPU, here with code for the CPU."""
+"""Layers whose small operations are fused for a GPU, tested with code for the CPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveTokens, from_adapter
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
-# Windows in some layers or in all, a cap, norms of heads, positions in an embedding, biases.
+# Windows in some or all layers, a softcap, norms of heads, learned positions, biases.
 MODELS = ["llama", "gemma2", "gemma3", "mistral_sliding", "opt", "gpt_neox", "olmo2", "qwen3"]
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Layers are fused on this device; the attention of those that ran."""
+    """Fuse layers on this device; record the attention module of each that runs."""
     found: list[Any] = []
     run = FusedLayer.__call__
 
@@ -43,7 +43,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs run as they were traced, which takes no time to compile."""
+    """Run graphs as they were traced, which takes no time to compile."""
     monkeypatch.setattr(_inductor, "compile", lambda module, inputs, options: module)
 
 
@@ -68,7 +68,7 @@ def test_tokens_of_plain_generate(name: str, fused: list[Any]) -> None:
 
 @torch.no_grad()
 def check_lora(name: str, ran: list[Any]) -> None:
-    """With changes that are not finite, tokens that are not chosen keep their bits."""
+    """Check that a LoRA is fused, and that even an infinite one leaves other tokens unchanged."""
     target = copy.deepcopy(tiny_models.build(name))
     assert hf_spec.compile(target).layers == 3
     tokens, nodes = from_adapter(target, tiny_models.random_adaptive_tokens(target)), [7, 9, -1, -1]
@@ -127,7 +127,7 @@ def test_a_layer_that_computes_something_else_is_not_used(
 def test_code_for_some_lengths_only_is_refused(
     fused: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Generated code may assume more about the number of tokens than the layer."""
+    """Generated code may assume more about the number of tokens than the layer does."""
 
     def assume(module: Any, inputs: Any, options: Any) -> Any:
         assert any(type(size) is not int and size < 9 for one in inputs for size in one.shape)
@@ -141,7 +141,7 @@ def test_code_for_some_lengths_only_is_refused(
 
 @pytest.mark.usefixtures("interpreted")
 def test_nothing_is_held_after_a_step(fused: list[Any]) -> None:
-    """The step holds keys and values."""
+    """A reference to the step would keep keys and values alive."""
     hf_spec.compile(copy.deepcopy(tiny_models.build("llama")))
     assert fused
     assert fused_layer._running.layer is None
@@ -150,7 +150,7 @@ def test_nothing_is_held_after_a_step(fused: list[Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_on_a_gpu(dtype: torch.dtype) -> None:
-    """Fused layers are captured, and fewer launches give the tokens of the uncompiled engine."""
+    """Fused layers are captured and generate the tokens of the uncompiled engine."""
     target = copy.deepcopy(tiny_models.build("llama")).to("cuda", dtype)
     given = {name: value.cuda() for name, value in tiny_models.prompts("llama", "one").items()}
     given |= {"max_new_tokens": 32, "do_sample": False, "return_dict_in_generate": True}

@@ -1,4 +1,4 @@
-"""Shapes of steps: what a step is padded to, and which steps a shape holds."""
+"""Shapes of steps: the sizes a step is padded to, and the steps that fit into a shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads compute the best logits alone, where nothing else reads or changes them."""
+"""LM heads that compute only the best logits if nothing else reads or changes the logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture(autouse=True)
 def always_screened(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Heads of any size, from their second pass on, whatever the time."""
+    """Screen heads of any size, from their second pass on, regardless of timings."""
     monkeypatch.setattr("hf_spec.engine.fast.packed_linear.MIN_WEIGHT_ELEMENTS", 1)
     monkeypatch.setattr(packed_weights, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(packed_weights, "SCREENED_FROM", 1)
@@ -39,7 +39,7 @@ def always_screened(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def screened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of rows of each product whose best outputs alone were computed."""
+    """Record the number of rows of each matmul that computes only the best outputs."""
     rows: list[int] = []
     best = screened_weight.ScreenedWeight.best
 

@@ -1,4 +1,4 @@
-"""A program with the weights of one layer: what it reads, and when it leaves a call to others."""
+"""Compiled layer with the weights of one layer: its inputs, and calls that it does not handle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every call, whether the program ran."""
+    """Record for every call whether the compiled layer ran."""
     found: list[bool] = []
     call = BoundLayer.__call__
 
@@ -99,12 +99,12 @@ def test_products_without_a_kernel_are_left_to_the_layers(
 
 
 def test_prompts_run_compiled_as_steps_do(target: Any, ran: list[bool]) -> None:
-    """Otherwise the bits of a token depended on what else is in the forward."""
+    """Otherwise the bits of a token would depend on the rest of the forward pass."""
     runner = ModelRunner(target, 1)
     with torch.no_grad(), runner.active():
         runner.forward(DraftTree.from_rows([([5], [-1])]), [[5] * (STEP_TOKENS + 1)])
         assert ran == [True] * 3
-        # A longer one runs by itself, so that its attention is that of no draft.
+        # A longer prompt runs in a separate forward pass, whose attention is not that of drafts.
         runner.restart(0)
         ran.clear()
         runner.forward(DraftTree.from_rows([([5], [-1])]), [[5] * (STEP_TOKENS + 2)])
@@ -129,7 +129,7 @@ def test_threads_run_one_layer_on_pools_of_their_own(target: Any) -> None:
 
 
 def wide_model() -> Any:
-    """One with weights that are worth packing."""
+    """Return a model whose weights are large enough to be packed."""
     torch.manual_seed(0)
     llama = tiny_models.build("llama")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -151,7 +151,7 @@ def test_packed_weights_are_held_by_calls_alone() -> None:
 
 
 def test_drafts_read_weights_that_were_rounded_for_them() -> None:
-    """Tables are apart for those who may and those who may not."""
+    """Runners that may read rounded weights and those that may not have separate tables."""
     model = wide_model()
     hf_spec.compile(model)
     exact = ModelRunner(model, 1)

@@ -1,4 +1,4 @@
-"""State that layers are compiled from: what is in its key, and which changes are seen."""
+"""State that layers are compiled from: its key, and the changes that are detected."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Slotted:
 
 
 class Steered(nn.Module):
-    """An MLP whose output depends on state of every kind."""
+    """MLP whose output depends on state of every kind."""
 
     by_class = 1.0
 
@@ -92,7 +92,7 @@ def set_content(cell: Any, value: Any) -> None:
     cell.cell_contents = value
 
 
-# What may change between two forward passes, by name.
+# Changes that may happen between two forward passes, by name.
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Any], Any]] = {
     "a value": lambda patch, mlp: setattr(mlp, "number", -2.0),
     "a field of a dataclass": lambda patch, mlp: setattr(mlp.control, "strength", -2.0),
@@ -192,7 +192,8 @@ def test_a_change_is_seen(change: str, target: Any, monkeypatch: pytest.MonkeyPa
     assert not state.holds()
 
 
-# These change no result, so their keys need not differ.
+# Their keys need not differ: weights and buffers are inputs of compiled layers, and layers with
+# hooks, a forward of their own, or in training mode run uncompiled.
 ALIKE = {"a buffer that is new", "a hook", "a forward of its own", "the parameter"}
 ALIKE |= {"the storage of a parameter", "training mode"}
 
@@ -208,7 +209,7 @@ def test_a_change_of_the_result_changes_the_key(
 
 
 class Change(LogitsProcessor):
-    """Changes the model after some tokens, as a steering or a scheduling processor may do."""
+    """Processor that changes the model after some tokens, as steering or scheduling may do."""
 
     def __init__(self, change: str, patch: pytest.MonkeyPatch, model: Any, length: int):
         self.change, self.patch, self.model, self.length = change, patch, model, length
@@ -249,7 +250,7 @@ def target_output(prompt: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["CB", "SCB", "threshold", "has_fp16_weights"])
 def test_changes_of_8_bit_layers_are_seen(name: str) -> None:
-    """bitsandbytes stores values in every call; they are not a change."""
+    """bitsandbytes stores values in every call, which do not count as changes."""
     bnb = pytest.importorskip("bitsandbytes")
     linear = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu").eval()
     linear.init_8bit_state()
@@ -289,7 +290,7 @@ def test_changes_of_4_bit_layers_are_seen(changed: str) -> None:
 
 
 def test_a_4_bit_layer_without_a_quantization_state() -> None:
-    """bitsandbytes restores it in the next call."""
+    """bitsandbytes restores the quantization state in the next call."""
     bnb = pytest.importorskip("bitsandbytes")
     linear = bnb.nn.Linear4bit(64, 64).to("cpu").eval()
     lost, linear.weight.quant_state = linear.weight.quant_state, None

@@ -1,4 +1,4 @@
-"""What programs depend on, and what they are."""
+"""Keys and contents of compiled layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed linear layers: same values, modules as found, never a stale weight."""
+"""Packed linear layers: same values, unchanged modules, and no stale weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.tied_linears import WIDTH, Tied, assert_same, nothing_packed, run, ru
 
 # Few rows, the edges of the transposed form, a prompt.
 ROWS = (0, 1, 2, 3, 4, 16, 48, 49, 64, 300)
-# Sums of 256 products of size 1 / 16: rounding in another order of adding up.
+# Sums of 256 products of size 1 / 16: rounding differs with the order of summation.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
 
@@ -58,7 +58,7 @@ def model() -> Tied:
 
 @pytest.fixture
 def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
-    """Modules that took the packed form, one entry a call."""
+    """Record the module of each call that uses packed weights."""
     calls: list[nn.Linear] = []
 
     class Counting(cpu_linear._PackedForward):
@@ -160,7 +160,7 @@ def test_changed_weights_are_packed_again(
     assert not torch.allclose(old.float(), expected.float(), rtol=1e-4, atol=1e-4)
     tolerance = TOLERANCE[expected.dtype] * 10
     torch.testing.assert_close(run_fast(model), expected, rtol=0.02, atol=tolerance)
-    # Packed are no weights in a dtype that the machine multiplies in no packed form.
+    # Weights are not packed in a dtype for which the machine has no packed form.
     linears = (model.up, model.down, model.head)
     again = linears if form_of(expected.dtype) else ()
     assert len(packed_calls) == len(linears) + len(again)
@@ -305,7 +305,7 @@ def test_hooks_still_run(model: Tied) -> None:
 
 
 class Subclassed(nn.Linear):
-    """As quantized layers are."""
+    """Subclass of a linear layer, like quantized layers."""
 
 
 def pruned() -> nn.Module:
@@ -350,7 +350,7 @@ def test_autocast_is_left_alone(model: Tied) -> None:
 
 @pytest.mark.parametrize("mode", ["on", "off"])
 def test_autocast_that_begins_inside_is_left_alone(model: Tied, mode: str) -> None:
-    """As in a model that accelerate prepared for mixed precision."""
+    """This occurs in a model that accelerate prepared for mixed precision."""
     set_cpu_packing(mode)
     ids, half = torch.arange(8)[None], torch.autocast("cpu", torch.bfloat16)
     with torch.no_grad(), half:
@@ -413,9 +413,9 @@ def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
         forward = cpu_linear._PackedForward(linear, copies)
         found = forward(x)
         torch.testing.assert_close(found, linear(x), atol=1e-4, rtol=0)
-        # Models call `view` on it.
+        # Models call `view` on the output.
         assert found.is_contiguous()
-        # Row by row what four rows give.
+        # Each row has the same bits as in an input of four rows.
         four = F.pad(x.reshape(-1, WIDTH), (0, 0, 0, 3))[:4]
         if x.numel() // WIDTH < 4:
             assert torch.equal(found.reshape(-1, 320), forward(four)[: x.numel() // WIDTH])
@@ -432,7 +432,7 @@ def test_what_a_kernel_reads_for_a_product() -> None:
         forward._forms.rows = Rows(3, 64)
         packed = kernel_weight(large, 5, torch.float32)
         assert isinstance(packed, PackedWeight) == (form_of(torch.float32) is packed_gemm.OWN)
-        # What a product of its own would leave to F.linear, several of a program do not.
+        # A single linear layer would leave one row to F.linear; a compiled layer does not.
         assert kernel_weight(large, 1, torch.float32) is packed
         assert kernel_weight(large, 65, torch.float32) is None
 
@@ -457,13 +457,13 @@ def test_a_transformers_model_keeps_its_logits(packed_calls: list[nn.Linear]) ->
             expected = model(ids).logits
             with install_packed_linears(model), use_packed_linears():
                 assert_same(model(ids).logits, expected)
-    # 128 x 256 is too small to pack for k and v; it is not for the other five and the head.
+    # k and v (128 x 256) are too small to pack; the other five layers and the head are not.
     assert len(packed_calls) == 3 * (2 * 5 + 1)
 
 
 @needs_compiler
 class TestRounded:
-    """Weights in bfloat16, for drafts alone."""
+    """Weights rounded to bfloat16, for drafts only."""
 
     @pytest.fixture(autouse=True)
     def pays(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,7 +476,7 @@ class TestRounded:
             return run(model, rows)
 
     def rounded(self, model: Tied) -> Tensor:
-        """The model's output with weights in bfloat16, of products alone."""
+        """Return the model's output with only the linear layers' weights rounded to bfloat16."""
         copied = copy.deepcopy(model)
         tied = copied.head.weight = nn.Parameter(model.head.weight.bfloat16().float())
         copied.embedding.weight = nn.Parameter(model.embedding.weight.detach())
@@ -487,7 +487,7 @@ class TestRounded:
 
     def test_drafts_are(self, model: Tied) -> None:
         found, expected = self.drafted(model), run(model)
-        # Processors that multiply bfloat16 round the states as well.
+        # CPUs with bfloat16 matmuls round the states as well.
         assert (found - self.rounded(model)).norm() < 0.01 * expected.norm()
         assert 1e-4 * expected.norm() < (found - expected).norm()
         exact = sum(one.weight.nbytes for one in (model.up, model.down, model.head))
@@ -507,7 +507,7 @@ class TestRounded:
             clear_cpu_packing()
 
     def test_a_block_of_its_own_for_each(self, model: Tied, packed_calls: list[nn.Linear]) -> None:
-        """Packed weights stay, and each block finds those that it needs."""
+        """Packed weights stay cached, and each block finds those that it needs."""
         expected = run(model)
         for _ in range(2):
             drafted = self.drafted(model)
@@ -550,7 +550,7 @@ class TestRounded:
         ["draft", "tree", "falcon", "eagle", "block", "heads", "disco", "gemma_assistant"],
     )
     def test_it_reaches_no_target(self, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Packed weights full of nonsense serve drafts, and change no output."""
+        """Drafts read rounded weights that are nonsense, and the output does not change."""
         nonsense, used = [], []
 
         def spoiled(weight: Tensor) -> object:

@@ -1,4 +1,4 @@
-"""Targets that the user compiled with `torch.compile`: their original code runs, and stays."""
+"""Targets compiled with `torch.compile`: their original code runs, and they are unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_original_code_runs(way: Callable[[nn.Module], None]) -> None:
 
 
 def test_blocks_overlap() -> None:
-    """A second generation is not compiled when the first one ends."""
+    """A second generation stays uncompiled when the first one ends."""
     module = nn.Linear(2, 2)
     module.compile(backend=never)
     its_forward(module)

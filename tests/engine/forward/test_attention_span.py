@@ -1,4 +1,4 @@
-"""Masks of a stretch of tokens."""
+"""Masks of a segment of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_spec.engine.forward.attention_span import Segment
 
 
 def segment() -> Segment:
-    """Two siblings after three committed tokens: neither sees the other."""
+    """Return a segment of two siblings after three committed tokens; neither sees the other."""
     visible = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 1]], dtype=torch.bool)
     position = torch.tensor([3, 3])
     return Segment(

@@ -1,4 +1,4 @@
-"""Draft trees: construction, ancestor masks against a walk up the parents, tensors of them."""
+"""Draft trees: construction, ancestor masks against a walk up the parents, likeliest nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING: tuple[list[int], list[int]] = ([], [])
 
 
 def random_rows(seed: int, num_rows: int) -> list[tuple[list[int], list[int]]]:
-    """Trees of 0 to 12 nodes with random parents."""
+    """Return trees of 0 to 12 nodes with random parents."""
     rng = random.Random(seed)
     rows = []
     for _ in range(num_rows):

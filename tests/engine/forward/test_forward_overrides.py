@@ -1,4 +1,4 @@
-"""Forwards that modules have for a while: blocks that overlap, and what was there before."""
+"""Temporary forwards of modules: overlapping blocks, and the forwards that they replace."""
 
 from __future__ import annotations
 

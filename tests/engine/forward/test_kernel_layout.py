@@ -31,7 +31,7 @@ TREE = [
 
 
 def work() -> list[RowWork]:
-    """A row with pending tokens, and one that runs its last level alone."""
+    """Return a row with pending tokens, and one that runs only its last level."""
     return [
         RowWork(0, 11, [5, 6, 7], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], 6),
         RowWork(2, 4, [], [7, 8], [1, 2], 3),
@@ -39,7 +39,7 @@ def work() -> list[RowWork]:
 
 
 def seen(layout: RaggedLayout, segment: int) -> Tensor:
-    """(queries, keys) bool, unpacked by hand."""
+    """Return a (queries, keys) bool mask, unpacked by hand."""
     first, end = layout.query_start[segment : segment + 2].tolist()
     num_keys, prefix = int(layout.num_keys[segment]), int(layout.prefix[segment])
     lines = torch.zeros(end - first, num_keys, dtype=torch.bool)
@@ -128,7 +128,7 @@ def test_padding_sees_what_the_last_segment_starts_with() -> None:
 
 
 def test_written_padding_is_that_of_a_padded_layout() -> None:
-    """Over whatever an earlier step left there."""
+    """Padding overwrites what an earlier step left in the buffers."""
     layouts = [ragged_layout(pack(work()[:n], DraftTree.from_rows(TREE)).segments) for n in (1, 2)]
     sizes = Sizes.of(layouts[1])._replace(tokens=16, segments=4, num_bytes=2, max_queries=16)
     arrays = [

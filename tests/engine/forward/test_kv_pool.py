@@ -1,4 +1,4 @@
-"""The pool of keys and values: growth, moves, and the way from and to a user's cache."""
+"""KV pool: growth, moves, and conversion from and to a user's cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADS, WIDTH, VALUE_WIDTH = 2, 4, 3
 
 
 def filled_pool(num_slots: int = 3, length: int = MIN_CAPACITY) -> KVPool:
-    """Two layers, every element different; keys and values of different widths."""
+    """Return a pool with two layers of numbered elements; keys and values differ in width."""
     pool = KVPool(num_slots)
     for layer in range(2):
         key = torch.zeros(num_slots, HEADS, 1, WIDTH)
@@ -70,10 +70,10 @@ def test_room_ahead_of_use_is_bounded(num_slots: int) -> None:
         assert 0 <= ahead * num_slots <= max(MAX_RESERVED, num_slots)
 
 
-# How often graphs are dropped while a slot fills up with 2,064 tokens, 64 of them for the draft.
+# Number of times that graphs are dropped while a slot grows to 2,064 tokens, 64 for the draft.
 GROWTHS = [
     (1, 2064, 0),
-    # The limit of the model, say, of which little is used.
+    # For example, the limit of the model, of which little is used.
     (1, 131_072, 0),
     (1, 0, 6),
     (3, 2064, 0),
@@ -95,7 +95,7 @@ def test_growth_is_rare(num_slots: int, expected: int, growths: int) -> None:
 
 
 class Memory:
-    """A device with room for a number of bytes of keys and values."""
+    """Device with room for `limit` bytes of keys and values."""
 
     def __init__(self, limit: int, monkeypatch: pytest.MonkeyPatch):
         self.limit, self.used = limit, 0
@@ -122,12 +122,12 @@ class TestOutOfMemory:
     PER_TOKEN = 3 * HEADS * (WIDTH + VALUE_WIDTH) * 4 // 2
 
     def pool(self, monkeypatch: pytest.MonkeyPatch, tokens: int) -> KVPool:
-        """A pool of four buffers on a device with room for N tokens of all of them."""
+        """Return a pool of four buffers on a device with room for `tokens` tokens in each."""
         Memory(4 * tokens * self.PER_TOKEN, monkeypatch)
         return filled_pool()
 
     def test_stored_pools_are_freed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Then there is room for what is needed, though not for more."""
+        """The freed memory is enough for the required length, but not for regular growth."""
         pool = self.pool(monkeypatch, 500)
         before = [buffer.clone() for buffer in content(pool)]
         net = torch.nn.Linear(1, 1)
@@ -190,7 +190,7 @@ def test_move_copies_one_slot_and_nothing_else(source: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gemma3"])
 def test_load_and_export_go_round(name: str) -> None:
-    """A cache as plain generate() fills it comes back with every real token that it held."""
+    """A cache filled by plain generate() comes back with every real token that it stored."""
     model = tiny_models.build(name)
     batch = tiny_models.ragged_batch()
     mask = batch["attention_mask"].bool()

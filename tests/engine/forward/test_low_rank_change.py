@@ -1,4 +1,4 @@
-"""Low-rank changes of linear layers: which tokens get them, in which thread."""
+"""Low-rank changes of linear layers, applied to chosen tokens in one thread."""
 
 from __future__ import annotations
 

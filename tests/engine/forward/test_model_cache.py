@@ -1,4 +1,4 @@
-"""Things that are made once per model."""
+"""Values that are computed once per model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_thing_is_made_once_per_model_and_key() -> None:
 
 
 def test_threads_that_ask_at_once_get_the_same() -> None:
-    """The first one makes it while the others wait."""
+    """The first thread computes the value while the others wait."""
     model, begun, made = build("llama"), threading.Barrier(4), []
 
     def make() -> object:

@@ -1,4 +1,4 @@
-"""Virtual nodes are never accepted or counted, and their drafter embeds them; device tokens."""
+"""Virtual nodes, never accepted or counted, and embedded by their drafter; device tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tree() -> DraftTree:
 
 
 class AnyVector:
-    """Stands for every virtual token."""
+    """Virtual tokens that all have the same embedding."""
 
     def __init__(self, vector: Tensor, acts_on_layers: bool = False):
         self.vector = vector

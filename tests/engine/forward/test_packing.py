@@ -1,4 +1,4 @@
-"""Layouts of the new tokens: where each token goes, what it sees, and that nothing is padded."""
+"""Layouts of the new tokens: cache indices, masks, and the absence of padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padded baselines: gaps in the storage, rows filled up to one length, and the same attention."""
+"""Padded baselines: gaps in the KV cache, rows padded to one length, and the same attention."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_padding_fills_every_row_up_to_the_longest() -> None:
     assert [w.fill for w in rows] == [0, 5, 4]
     assert [len(w.tokens(TREE)) for w in rows] == [5, 5, 5]
     assert [len(w.positions(TREE)) for w in rows] == [5, 5, 5]
-    # Copies of the root after everything that the row holds.
+    # Copies of the root after everything that the row stores.
     assert root.tokens(TREE) == [8] * 5
     assert root.positions(TREE) == [4] * 5
     assert root.cache_indices == [4, 5, 6, 7, 8]
@@ -67,7 +67,7 @@ def test_padding_fills_every_row_up_to_the_longest() -> None:
     assert [w.num_tokens for w in rows] == [5, 0, 1], "padding does not count"
 
 
-# The same row 0 with gaps in its storage, and row 2 padded to four tokens.
+# The same row 0 with gaps in its KV cache, and row 2 padded to four tokens.
 GAPS = padded(WORK[0], first_index=6, stored_indices=[1, 4])
 FILLED = padded(WORK[1], fill=3)
 
@@ -109,7 +109,7 @@ def test_padding_sees_as_the_root_and_is_seen_by_nobody() -> None:
     inputs = pack_padded([padded(WORK[0], fill=1), idle, FILLED], TREE)
     assert inputs.tokens == [1, 2, 3, 5, 6, 7, 5, 0, 0, 0, 0, 8, 8, 8, 8]
     assert inputs.nodes == [3, 4, 5, 11], "padding is not a node"
-    # Three nodes in row 0: as many tokens of the others pass the head.
+    # Row 0 has three nodes, so the head runs three tokens of each of the other rows.
     assert inputs.head_padding == [7, 8, 9, 12, 13]
     _, fork, nothing, root = inputs.segments
     assert list(fork.cache_indices) == [5, 6, 7, 8]
@@ -134,10 +134,10 @@ def test_queries_that_stand_after_all_that_is_stored() -> None:
 
 
 def test_padded_rows_go_on_at_one_place_as_in_the_paper() -> None:
-    """The case of Table 1: 4 and 1 tokens gained, then 2 and 6."""
+    """As in Table 1, the rows gain 4 and 1 tokens, then 2 and 6."""
     rows, texts = storage(), [list(prompt) for prompt in PROMPTS]
     first = step(rows, texts, [5, 2], [3, 0])
-    # Prompts end at the same place; that of row 1 has three gaps before it.
+    # Prompts end at the same index; the prompt of row 1 has three gaps before it.
     assert [w.root_index for w in first] == [4, 4]
     assert vars(first[0])["stored_indices"] is None
     assert first[1].key_positions().tolist() == [-1, -1, -1, 0]

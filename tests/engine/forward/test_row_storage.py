@@ -34,7 +34,7 @@ def chains(texts: list[list[int]], lengths: list[int]) -> DraftTree:
 def step(
     rows: RowStorage, texts: list[list[int]], drafted: list[int], accepted: list[int]
 ) -> list[RowWork]:
-    """One round: everything runs, `accepted` drafts are kept and a bonus token follows."""
+    """Run one round: all nodes run, `accepted` drafts are kept, and a bonus token follows."""
     tree = chains(texts, drafted)
     nodes = range(tree.num_nodes)
     work = rows.plan(tree, texts, nodes)
@@ -64,7 +64,7 @@ def test_every_row_goes_on_behind_its_own_tokens() -> None:
 
 
 def test_levels_of_one_round_share_its_start() -> None:
-    """A draft model runs its tree in several forwards; only the first one has pending tokens."""
+    """A draft model runs its tree in several forward passes; only the first has pending tokens."""
     rows, texts = storage(), [list(prompt) for prompt in PROMPTS]
     tree = chains(texts, [1, 1])
     for nodes in ([0, 2], [1, 3]):

@@ -1,4 +1,4 @@
-"""Rows of equal shape attend in one call, and to the bit as each of them alone."""
+"""Rows of equal shape attend in one call, with the same bits as each of them alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCORINGS = {
 
 
 def rows(stored: int = 5) -> list[RowWork]:
-    """Four rows; all but the third are alike."""
+    """Return four rows; all but the third are alike."""
     return [RowWork(row, stored, [3, 4], list(TREE.nodes(row)), [0, 1, 2], 3) for row in range(4)]
 
 
@@ -110,7 +110,7 @@ def test_states_are_stored_as_if_written_row_by_row() -> None:
 
 
 def test_states_of_another_dtype_are_taken() -> None:
-    """As under autocast, where a layer's values are in half precision and its queries are not."""
+    """Under autocast a layer's values may be in half precision while its queries are not."""
     inputs = pack(rows(), TREE)
     step = PackedStep(KVPool(4), inputs.segments)
     states = torch.randn(1, HEADS, len(inputs.tokens), WIDTH)
@@ -154,7 +154,7 @@ def test_a_level_of_one_row_is_stored_where_its_nodes_are() -> None:
 def test_a_prompt_attends_in_blocks_as_token_by_token(
     name: str, stored: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a short row, and where the last block is not full."""
+    """The prompt is next to a short row, and its last block is not full."""
     tree = DraftTree.from_rows([([8], [-1]), ([8], [-1])])
     work = [RowWork(0, stored, [*range(11)], [0], [0], 1), RowWork(1, 3, [7], [1], [0], 1)]
     step = PackedStep(KVPool(2), pack(work, tree).segments)

@@ -1,4 +1,4 @@
-"""Steps: one set of segments, and what each backend reads of it."""
+"""Steps: one set of segments, and the form of it that each backend reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def packed() -> PackedInputs:
-    """A row with pending tokens, and one that runs its last level alone."""
+    """Return a row with pending tokens, and one that runs only its last level."""
     tree = DraftTree.from_rows(
         [([8, 20, 21, 22, 23, 24], [-1, 0, 0, 1, 2, 4]), ([], []), ([42, 50, 51], [-1, 0, 0])]
     )

@@ -1,4 +1,4 @@
-"""Tree attention against the definition: every node attends along its own path, one by one."""
+"""Tree attention against its definition: every node attends along its own path."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Layer(nn.Module):
-    """As much of an attention layer as the function looks at."""
+    """Attention layer with only the attributes that the function reads."""
 
     def __init__(self, key_heads: int):
         super().__init__()
@@ -61,7 +61,7 @@ class Layer(nn.Module):
 
 @dataclass
 class Case:
-    """Random states of a packed step: what is stored already and what is new."""
+    """Random states of a packed step, both stored and new."""
 
     tree: DraftTree
     pool: KVPool
@@ -107,7 +107,7 @@ def make_case(key_heads: int, seed: int = 0) -> Case:
 
 
 def attend(case: Case, **options: Any) -> Tensor:
-    """(1, N, H, D) from the function, in a step of its own."""
+    """Return the function's output (1, N, H, D) in a new step."""
     key_heads = case.key.shape[1]
     step = dataclasses.replace(case.step, written={})
     query, key, value = case.query, case.key, case.value
@@ -125,7 +125,7 @@ def attend_along_paths(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """(1, N, H, D): the textbook sum per node and head over the tokens of the node's path."""
+    """Return (1, N, H, D), the textbook sum per node and head over the tokens of the path."""
     tree = case.tree
     out = torch.zeros(1, case.tree.num_nodes, HEADS, VALUE_WIDTH, dtype=torch.float64)
     groups = HEADS // case.key.shape[1]
@@ -159,14 +159,14 @@ def test_every_node_attends_along_its_own_path(name: str, key_heads: int) -> Non
     case = make_case(key_heads)
     options = OPTIONS[name]
     out = attend(case, **options)
-    # float64 throughout, but softmax by hand returns through float32.
+    # float64 throughout, except that the manual softmax goes through float32.
     exact = not {"softcap", "s_aux"} & set(options)
     expected = attend_along_paths(case, **options)
     torch.testing.assert_close(out, expected, atol=1e-12 if exact else 1e-6, rtol=0)
 
 
 def test_the_window_counts_positions_not_storage_places() -> None:
-    """Node 6 of row 0 sees its grandparent 2: two positions before it, but four places."""
+    """Node 6 of row 0 sees its grandparent 2: two positions before it, but four indices."""
     case = make_case(KV_HEADS)
     before = attend(case, sliding_window=3)
     case.value = case.value.clone()
@@ -177,7 +177,7 @@ def test_the_window_counts_positions_not_storage_places() -> None:
 
 
 class WindowInMask(Layer):
-    """A layer of a model that writes the window into its mask only."""
+    """Layer of a model that applies the window only in its mask."""
 
     def __init__(self, **config: Any):
         super().__init__(KV_HEADS)
@@ -205,7 +205,7 @@ def test_a_window_that_is_not_passed_on_comes_from_the_config(
 
 
 def test_a_window_that_is_passed_on_has_the_last_word() -> None:
-    """Exaone 4 keeps the window on every layer and passes None for those that see everything."""
+    """Exaone 4 stores the window on every layer and passes None for full-attention layers."""
     case = make_case(KV_HEADS)
     layer = WindowInMask(num_hidden_layers=1, sliding_window=4)
     layer.sliding_window = 4
@@ -239,14 +239,14 @@ def test_new_keys_and_values_are_stored_in_their_slots() -> None:
 
 
 def test_without_a_step_it_refuses() -> None:
-    """The call does not contain enough to attend like the model's own attention."""
+    """The call lacks the information to attend like the model's own attention."""
     states = torch.zeros(2, HEADS, 5, WIDTH)
     with pytest.raises(UnsupportedError, match="without a draft tree"):
         tree_attention(Layer(KV_HEADS), states, states, states, None)
 
 
 def test_the_name_holds_for_one_model_in_one_block() -> None:
-    """A model that was not chosen keeps its attention, and so does the chosen one afterwards."""
+    """Other models keep their attention, and the chosen one gets its own back afterwards."""
     model, other = tiny_models.build("llama"), tiny_models.build("gemma3")
     before = model.config._attn_implementation
     attention = PackedAttention(model)
@@ -268,7 +268,7 @@ def test_the_name_goes_after_an_exception() -> None:
 
 
 def test_the_name_is_no_part_of_a_config() -> None:
-    """A config that is copied, compared or saved in the middle of a forward is the user's own."""
+    """A config that is copied, compared or saved during a forward pass is the user's own."""
     model = tiny_models.build("llama")
     with PackedAttention(model).active():
         copied = copy.deepcopy(model.config)
@@ -294,7 +294,7 @@ def test_a_config_with_an_answer_of_its_own_is_chosen_too() -> None:
 
 
 def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
-    """Rejected drafts leave rubbish there."""
+    """Rejected drafts leave garbage there."""
     case = make_case(KV_HEADS)
     out = attend(case)
     for row, committed in enumerate(COMMITTED):

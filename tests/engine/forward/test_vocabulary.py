@@ -1,4 +1,4 @@
-"""Token ids and logits of another width."""
+"""Token ids and logits for vocabularies of different sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ALiBi from key positions: the model's own bias on a chain, and nothing left behind."""
+"""ALiBi from key positions: the model's own bias on a chain, and patches that are undone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_only_models_with_alibi_use_it() -> None:
 @pytest.mark.parametrize("num_heads", [4, 6, 16])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_chain_gets_the_bias_of_the_model(name: str, num_heads: int, dtype: torch.dtype) -> None:
-    """Bit for bit, also after position 256, where Falcon's bfloat16 starts to round."""
+    """All bits are equal, even past position 256, where Falcon's bfloat16 starts to round."""
     length = 700
     expected = OWN_BUILDERS[name](torch.ones(2, length, dtype=torch.long), num_heads, dtype)
     with tree_alibi(tiny_models.build(name), torch.arange(length).repeat(2, 1)):

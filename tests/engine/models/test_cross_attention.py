@@ -1,4 +1,4 @@
-"""Additional arguments of decoders with cross attention, and which models have it."""
+"""Additional arguments of decoders with cross-attention, and detection of such models."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_models_are() -> None:
 
 
 def test_a_forward_is_that_of_the_model() -> None:
-    """Two rows of unlike length, each with sound of its own; the second forward has branches."""
+    """Two rows of different lengths have their own audio; the second forward pass has branches."""
     model = build()
     with torch.no_grad():
         states = model.get_encoder()(sound(2)).last_hidden_state

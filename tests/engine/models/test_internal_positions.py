@@ -1,4 +1,4 @@
-"""Decoders that count positions by themselves: the tokens of plain `generate()`, also in trees."""
+"""Decoders that compute positions internally: the tokens of plain `generate()`, even in trees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.any_class import build
 from tests.hybrid_models import inputs, speculate
 from tests.model_watch import snapshot
 
-# Tables of each kind: with and without an offset; one takes no attention function.
+# Position tables with and without an offset; one model takes no attention function.
 KINDS = {
     "bart": "BartForCausalLM",
     "blenderbot": "BlenderbotForCausalLM",
@@ -33,7 +33,7 @@ def model(kind: str) -> PreTrainedModel:
 @pytest.mark.parametrize("lengths", [(15,), (17, 8, 3)], ids=["one", "ragged"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_are_placed(kind: str, lengths: tuple[int, ...]) -> None:
-    """A ragged batch counts its padding, as in plain `generate()`."""
+    """In a ragged batch positions include the padding, as in plain `generate()`."""
     given, before = inputs(lengths), snapshot(model(kind))
     expected = model(kind).generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert len(set(expected[:, lengths[0] :].flatten().tolist())) >= 5
@@ -44,7 +44,7 @@ def test_trees_are_placed(kind: str, lengths: tuple[int, ...]) -> None:
 
 
 def test_other_positions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above would see a tree that is placed as the model places tokens."""
+    """The comparison above detects a tree with the positions that the model itself computes."""
     given = inputs((15,))
     expected = model("bart").generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
     monkeypatch.setattr(

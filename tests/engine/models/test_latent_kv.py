@@ -1,4 +1,4 @@
-"""Models that cache latents, while draft trees store the keys and values made from them."""
+"""Models that cache latents, while draft trees store the keys and values computed from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_which_models_do() -> None:
 
 @pytest.mark.parametrize("name", [*OURS, "kimi_linear", "llama"])
 def test_a_cache_of_the_model_becomes_what_trees_store(name: str) -> None:
-    """The cache of a prompt that the model ran itself."""
+    """Expand the cache of a prompt that the model prefilled itself."""
     model = build(name) if name in ARCHITECTURES else hybrid_models.build(name)
     text = prompts("llama", "one")["input_ids"][0].tolist()
     runner = ModelRunner(model, 1)
@@ -71,7 +71,7 @@ def test_no_cache_is_returned(name: str) -> None:
 
 
 def test_a_prompt_that_the_model_runs_by_itself() -> None:
-    """Past the limit of its rotary frequencies, where its cache is taken over."""
+    """Past the limit of its rotary frequencies the model prefills, and its cache is loaded."""
     config = copy.deepcopy(build("deepseek_v3").config)
     config.rope_parameters = {
         "rope_type": "longrope",
@@ -89,7 +89,7 @@ def test_a_prompt_that_the_model_runs_by_itself() -> None:
 
 
 def test_layers_that_share_latents() -> None:
-    """Each makes keys and values of its own from them."""
+    """Each layer computes its own keys and values from the shared latents."""
     name = "MistralLarge4ForConditionalGeneration"
     config = copy.deepcopy(any_class.build("mistral_large4", name).config)
     config.text_config.kv_source_layers = [0, 0, 2, 3]

@@ -1,4 +1,4 @@
-"""Queries scaled by the place of their token, and chunks: Llama 4 beside plain `generate()`."""
+"""Queries scaled by position, and chunked attention: Llama 4 against plain `generate()`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plain(kind: str) -> Tensor:
 
 
 def llama4() -> PreTrainedModel:
-    """Its chunks are a third of the prompt, and every fourth place changes the scale."""
+    """Return a model with chunks of a third of the prompt and a new scale every fourth position."""
     return build("llama4")
 
 
@@ -102,7 +102,7 @@ def test_mistakes_that_change_the_tokens(mistake: str, monkeypatch: pytest.Monke
 
 
 def test_prompts_one_after_the_other() -> None:
-    """In `generate_batch()` nothing is padded."""
+    """`generate_batch()` does not pad."""
     ids = prompts("llama4", "ragged")
     texts = [row[mask.bool()].tolist() for row, mask in zip(*ids.values(), strict=True)][:3]
     call = {**CALL, "max_new_tokens": 16}
@@ -113,7 +113,7 @@ def test_prompts_one_after_the_other() -> None:
 
 
 def test_a_reused_cache() -> None:
-    """Its chunked layers hold the last tokens alone."""
+    """The chunked layers of the cache store only the last tokens."""
     found = []
     for options in ({}, {"spec_strategy": "lookup"}):
         cached = DynamicCache(config=llama4().config)

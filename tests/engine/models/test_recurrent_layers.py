@@ -1,4 +1,4 @@
-"""Mixers by themselves: which modules are some, what their calls make of a state, and the cache."""
+"""Recurrent mixers in isolation: detection, updates of their state, and the cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_attention_alone_has_no_mixers() -> None:
 
 @pytest.mark.parametrize("name", ["zaya", "minimax"])
 def test_other_protocols_are_no_mixers(name: str) -> None:
-    """A convolution whose mask has another name, and a cache of another kind."""
+    """A convolution whose mask has another name, and a model with another kind of cache."""
     config = AutoConfig.for_model(name, hidden_size=32, num_hidden_layers=2)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -61,7 +61,7 @@ def test_tokens_at_once_are_tokens_one_by_one(name: str) -> None:
     before = [part.clone() for part in state]
     at_once, after = mixer.run(inputs[:, 3:], state)
     mixer.run(inputs[:, 3:4], state)
-    # Some kernels write into the state that they begin from.
+    # Some kernels write into their initial state.
     assert all(torch.equal(mine, other) for mine, other in zip(state, before, strict=True))
     for place in range(3, 9):
         output, state = mixer.run(inputs[:, place : place + 1], state)

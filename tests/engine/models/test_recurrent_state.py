@@ -1,4 +1,4 @@
-"""Recurrent mixers by row: right logits for every node, right states, and no call too many."""
+"""Recurrent mixers by row: correct logits for every node, correct states, no redundant calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(R, T) of every call of the first mixer of a model."""
+    """Record (R, T) of every call of a model's first mixer."""
     found: list[tuple[int, int]] = []
     run = Mixer.run
 
@@ -59,7 +59,7 @@ def sequences() -> list[list[int]]:
 
 
 def close(actual: Tensor, wanted: Tensor) -> None:
-    # Delta nets round by up to 1e-3 between their own two forms; a wrong state moves logits by 1.
+    # The two forms of a delta net differ by up to 1e-3; a wrong state changes logits by 1.
     torch.testing.assert_close(actual, wanted, atol=5e-3, rtol=1e-3)
 
 
@@ -92,7 +92,7 @@ def test_growing_a_tree_level_by_level_and_going_on_from_it(name: str, batching:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_going_on_from_paths_shorter_than_the_longest(name: str) -> None:
-    """They were padded, so the state after the padding is not theirs."""
+    """These paths were padded, so the state after the padding must not be used."""
     model, tree, rows = build(name), DraftTree.from_rows(TREE), sequences()
     with ModelRunner(model, 4).active() as runner:
         runner.forward(tree, rows)
@@ -146,7 +146,7 @@ def test_rows_of_equal_length_share_a_call(calls: list[tuple[int, int]]) -> None
         runner.forward(tree, rows)
         assert calls == [(2, 2), (1, 3), (8, 2)]
         runner.keep([[1], [2], [], []])
-    # The states at the ends of the two accepted paths are there.
+    # The states at the ends of the two accepted paths are stored already.
     assert calls[3:] == [(2, 1)]
 
 
@@ -188,7 +188,7 @@ def test_few_states_are_kept_in_a_round() -> None:
 
 
 def test_forwards_of_others_are_their_own() -> None:
-    """A plain forward within an active block, here and in another thread."""
+    """A plain forward pass works within an active block, in this thread and in another."""
     model, tree = build("qwen3_5_text"), DraftTree.from_rows(TREE)
     wanted = alone(model, SEQUENCES[0])
     with ModelRunner(model, 4).active() as runner, ModelRunner(model, 4).active() as other:

@@ -1,4 +1,4 @@
-"""Targets and draft models that cannot be served are refused before the first forward pass."""
+"""Unsupported targets and draft models raise an error before the first forward pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TestModels:
         refuse(match, model=make())
 
     def test_a_state_beside_that_of_the_mixers(self) -> None:
-        """As a second convolution in front of a layer, which nobody would take back."""
+        """A second convolution in front of a layer would not be rolled back."""
         model = copy.deepcopy(hybrid_models.build("lfm2"))
         check_model(model)
         model.model.layers[2].further = model.model.layers[0].conv

@@ -1,4 +1,4 @@
-"""`auto`: exact output, decisions that follow from timings, rounds in which a drafter is idle."""
+"""`auto`: exact output, decisions based on timings, and rounds in which a drafter is idle."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from tests.tiny_models import (
 NEW_TOKENS = 20
 LEVELS = [[1, 0.02], [5, 0.1]]
 NAMES = ("tree", "falcon", "disco", "tree-2")
-# Nodes are cheap, drafts cost a little.
+# Verifying nodes is cheap, and drafting costs little.
 CHEAP = {"verify": [[1, 1.0], [50, 1.5]], "draft": dict.fromkeys(NAMES, LEVELS)}
-# A second node costs as much as a forward.
+# Verifying a second node costs more than a forward pass.
 DEAR = {"verify": [[1, 1.0], [2, 2.1]], "draft": dict.fromkeys(NAMES, LEVELS)}
 
 
 @cache
 def assistants(name: str) -> Any:
-    """By the names of their strategies."""
+    """Return the assistant or assistants of a case."""
     return {
         "tree": lambda: draft_model("llama"),
         "falcon": lambda: random_head("llama"),
@@ -79,7 +79,7 @@ def run(kind: str = "one", timings: Any = CHEAP, assistant: Any = None, **option
 
 @pytest.fixture
 def trees(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
-    """Every tree that is sent."""
+    """Record every tree that is sent to the target."""
     sent: list[DraftTree] = []
     draft = CostModelDrafter.draft
 
@@ -95,7 +95,7 @@ class TestOutput:
     @pytest.mark.parametrize("kind", ["one", "ragged"])
     @pytest.mark.parametrize("name", ["two trees", "all"])
     def test_it_is_the_targets_own(self, name: str, kind: str) -> None:
-        """With single assistants: tests/methods/test_contract.py."""
+        """Single assistants are tested in tests/methods/test_contract.py."""
         output = run(kind, assistant=assistants(name))
         assert output.sequences.tolist() == plain(kind).tolist()
         counters = output.spec_stats.counters
@@ -120,8 +120,8 @@ class TestOutput:
         assert snapshot(model) == before
 
     def test_sampled_tokens_do_not_depend_on_what_was_drafted(self) -> None:
-        """Node draw draws once per token, whatever the tree; one row has no other draws."""
-        # A DISCO classifier draws random weights before it loads its own, in every call.
+        """`NodeDraw` draws once per token for any tree; a single row has no other random draws."""
+        # Without DISCO: its classifier draws random initial weights in every call.
         given, said = [assistants(name) for name in ("tree", "falcon", "sdsat")], []
         for timings, assistant in ((DEAR, None), (CHEAP, given)):
             torch.manual_seed(11)
@@ -186,7 +186,7 @@ class TestChoices:
             assert max(tree.num_drafted(row) for row in range(5)) <= 2
 
     def test_it_is_better_than_either(self) -> None:
-        """A head that knows the text, and text that repeats itself."""
+        """With a trained head and repetitive text, it needs no more passes than either strategy."""
         head, prompt = knowing_head(1), ragged_batch((12, 9, 11))
         forwards = {}
         for name, method in {
@@ -212,7 +212,7 @@ class TestSilence:
     def test_afterwards_it_drafts_as_if_it_had_run_in_every_round(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In every third round a drafter drafts what it would if it ran in every round."""
+        """A drafter that runs every third round drafts the same as one that runs in every round."""
         proposals: dict[tuple[str, int], tuple[list[int], list[int], list[float]]] = {}
         draft = DraftSource.draft
 
@@ -230,9 +230,9 @@ class TestSilence:
                 proposals[speaking, turn] = tree.tokens, tree.parent, probs
 
         monkeypatch.setattr(DraftSource, "draft", silent)
-        # Nothing is sent, so both generations go the same way, token by token.
+        # No nodes are sent, so both generations produce the same text, token by token.
         for speaking in ("always", "sometimes"):  # noqa: B007 - read above
-            # With blocks of more than one pair, or layers, what is fed together matters a little.
+            # With larger blocks or more layers, results depend slightly on how pairs are grouped.
             given = random_head("llama", 1, 1) if name == "falcon" else assistants(name)
             output = run(timings=DEAR, assistant=given)
             assert output.spec_stats.target_forwards == NEW_TOKENS

@@ -107,7 +107,7 @@ DFLASH = {"architectures": ["DFlashDraftModel"], "dflash_config": {"block_size":
 
 @dataclass
 class FakeHub:
-    """Answers of `list_models` and of downloads of config.json."""
+    """Fake Hub with `list_models` and downloads of config.json."""
 
     folder: Path
     listed: list[ModelInfo] = field(default_factory=list)
@@ -120,7 +120,7 @@ class FakeHub:
         files: tuple[str, ...] = HEAD,
         tags: tuple[str, ...] = (),
     ) -> None:
-        """A repository; the Hub's list shows classes and model types only."""
+        """Add a repository; the Hub's list contains only its architectures and model type."""
         short = {k: v for k, v in (config or {}).items() if k in ("architectures", "model_type")}
         siblings = [{"rfilename": name} for name in files]
         base = (f"base_model:{TARGET}", f"base_model:finetune:{TARGET}")
@@ -162,7 +162,7 @@ def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
 
 
 def only(hub: FakeHub) -> KnownDrafter:
-    """The one drafter that is not in the table."""
+    """Return the only drafter that is not in the table."""
     (drafter,) = heads_for(TARGET, online=True)[len(heads_for(TARGET)) :]
     return drafter
 
@@ -269,7 +269,7 @@ class TestOnline:
     def test_only_where_it_is_requested(
         self, fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Neither the table nor a call that lacks its head."""
+        """Neither the table nor a call without its head connects to the Hub."""
         monkeypatch.setattr(module, "reach_hub", lambda: pytest.fail("it looks for the Hub"))
         assert heads_for(TARGET)
         model = copy.deepcopy(build("llama"))

@@ -44,7 +44,7 @@ def test_all_blocks_of_a_pass_equal_single_blocks(model: PreTrainedModel, head: 
 
 
 def test_drafts_do_not_depend_on_later_tokens(head: BlockHead) -> None:
-    """Gradients reach the states up to the anchor only, and no other block."""
+    """Gradients reach only states up to the anchor, and blocks do not affect each other."""
     states = torch.randn(1, 9, 3 * 32, requires_grad=True)
     places, roots = torch.tensor([[2, 5, 7]]), torch.tensor([[4, 5, 6]])
     outputs = anchored_blocks(head, states.chunk(3, dim=-1), roots, places)
@@ -65,7 +65,7 @@ def test_drafts_do_not_depend_on_later_tokens(head: BlockHead) -> None:
 def test_training_drafts_what_generation_drafts(
     model: PreTrainedModel, texts: list[Text], tmp_path: Path
 ) -> None:
-    """The outputs of the training pass are those of the runner that `generate()` uses."""
+    """The training pass has the same outputs as the runner that `generate()` uses."""
     head, text = build_block_head(published(model, texts, tmp_path), model), list(range(3, 15))
     states, _ = checks.states_and_probs(model, text, None)
     parts = [states[layer] for layer in head.hidden_layers]

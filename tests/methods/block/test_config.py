@@ -86,7 +86,7 @@ def test_every_draft_of_a_ragged_batch(
 
 
 def test_drafts_after_some_were_accepted() -> None:
-    """With all tokens among the first ones one is accepted in every round."""
+    """If every token is a child of the root, one is accepted in every round."""
     wide = [[rank] for rank in range(97)] + [[0, 0], [1, 0]]
     with watch_drafts() as seen:
         output = generate(deepspec(), "one", tree=wide)
@@ -113,7 +113,7 @@ def test_a_reused_cache_hides_what_the_head_reads() -> None:
 
 
 def test_the_confidence_head_ends_a_draft() -> None:
-    """After the first token that it gives less than the threshold, which is still sent."""
+    """A draft ends after the first token below the threshold, which is still sent."""
     head, threshold = deepspec(), 0.5
     t = head.tensors
     with watch_drafts() as seen:
@@ -193,10 +193,10 @@ class TestChainOrTree:
     def generate(
         self, monkeypatch: pytest.MonkeyPatch, first: float, node_cost: float
     ) -> tuple[Any, list[int]]:
-        """Generate with drafts whose target token is the most probable one in a share `first`.
+        """Generate with drafts that rank the target's token first at a share `first` of positions.
 
-        In the other places it is the second. Returns statistics, and the most children that a node
-        had in each round.
+        At the other positions it is ranked second. Returns the statistics and, for each round, the
+        largest number of children of a node.
         """
         inputs, limits = prompts("llama", "one"), {"max_new_tokens": 80, "do_sample": False}
         answer = MODEL.generate(**inputs, **limits)[0].tolist()
@@ -245,7 +245,7 @@ class TestChainOrTree:
         assert stats.accepted_tokens > 2 * stats.target_forwards
 
     def test_a_chain_pays_where_no_tree_does(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Three nodes per level would cost more than a level gains; one does not."""
+        """Three nodes per level would cost more than they gain; one node does not."""
         stats, widths = self.generate(monkeypatch, first=0.8, node_cost=0.35)
         assert widths.count(1) > len(widths) / 2
         assert stats.accepted_tokens > 0.5 * stats.target_forwards

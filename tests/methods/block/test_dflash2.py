@@ -1,4 +1,4 @@
-"""DFlash 2's convolutions and candidate selector against their formulas, and mistakes in them."""
+"""DFlash 2: convolutions and candidate selector equal their formulas; mistakes are detected."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_only_candidates_can_be_drafted() -> None:
 
 
 def test_the_token_before_decides_among_the_candidates() -> None:
-    """Otherwise the selector would not be tested by drafts."""
+    """Without this, tests of drafts would not cover the selector."""
     outputs, logits = random(1, SIZE).expand(VOCAB, -1), random(1, VOCAB).expand(VOCAB, -1)
     found = CandidateSelector(TENSORS, CANDIDATES)(torch.arange(VOCAB), outputs, logits)
     assert len(found.argmax(dim=1).unique()) > CANDIDATES // 2
@@ -87,7 +87,7 @@ def test_a_head_without_the_new_parts_is_an_ordinary_one() -> None:
 
 
 def test_the_tensors_decide_and_not_the_class(tmp_path: Path) -> None:
-    """Some copies are published as DFlash, for servers that only know that class."""
+    """Some copies are published as DFlash, for servers that support only that class."""
     renamed = changed(dflash2(), architectures=["DFlashDraftModel"])
     found = read_published(save(tmp_path / "head", renamed))
     assert found is not None
@@ -124,12 +124,12 @@ def test_swapped_parts_are_noticed(
     monkeypatch.setattr("tests.methods.block.test_runner.block_reference", lambda *_: right)
     assert gap(*HEADS["DFlash 2"]) < 1e-5
     with pytest.raises(AssertionError):
-        # It also fails where the candidates differ.
+        # `gap` also fails if the candidates differ.
         assert gap(changed(dflash2(), wrong), False) < 1e-3
 
 
 def test_the_most_probable_chain_of_a_ragged_batch() -> None:
-    """Drafted tokens of every round equal those of the formulas; the output is the target's own."""
+    """Every round drafts the tokens of the formulas; the output equals plain `generate()`."""
     inputs, limits = prompts("llama", "ragged"), {"max_new_tokens": 10, "do_sample": False}
     with watch_drafts() as seen:
         output = MODEL.generate(

@@ -1,4 +1,4 @@
-"""Block heads by themselves: embeddings, dtype and logits."""
+"""Block heads without a runner: embeddings, dtype and logits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MODEL = build("llama")
 
 
 def test_an_embedding_that_the_target_scales_is_read_raw() -> None:
-    """Gemma's own module multiplies by the root of the hidden size."""
+    """Gemma's embedding module multiplies by the square root of the hidden size."""
     model = build("gemma3")
     table = model.get_input_embeddings()
     tokens = torch.tensor([5, MASK])
     assert torch.equal(build_block_head(dflash(), model).embed(tokens), table.weight[tokens])
-    # Another scale, from the config or overriding it.
+    # A scale from the config, and one that overrides the config.
     scaled = changed(dflash(), input_embedding_scale=SIZE**0.5)
     against = replace(scaled, overrides=(("embedding_scale", 3.0),))
     assert torch.allclose(build_block_head(scaled, model).embed(tokens), table(tokens), rtol=1e-3)
@@ -39,7 +39,7 @@ def test_heads_of_a_float16_target_compute_in_bfloat16() -> None:
     half = type(MODEL)(MODEL.config).to(torch.float16)
     head = build_block_head(dflash(), half)
     assert head.dtype is torch.bfloat16
-    # The sums of such states are too large for float16.
+    # Sums of these states overflow float16.
     states = torch.full((2, SIZE), 6e4, dtype=torch.float16)
     assert head.context([states] * len(LAYERS)).isfinite().all()
     assert head.logits(torch.ones(1, SIZE, dtype=torch.bfloat16)).isfinite().all()

@@ -1,4 +1,4 @@
-"""Published layouts of block heads, and configs that are misleading."""
+"""Published layouts of block heads, and misleading configs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODEL = build("llama")
 def changed(
     head: PublishedHead, tensors: dict[str, Any] | None = None, **config: Any
 ) -> PublishedHead:
-    """A head with other tensors and config; None takes away."""
+    """Return the head with changed tensors and config entries; None removes an entry."""
     merged = {**head.tensors, **(tensors or {})}
     return PublishedHead(
         head.family,
@@ -47,7 +47,7 @@ def changed(
 
 
 def read(head: PublishedHead, folder: Path) -> BlockHead:
-    """The head that is read back from the Hub's files."""
+    """Save a head in the Hub's files, then read and build it."""
     found = read_published(save(folder, head))
     assert found is not None
     assert found.family == head.family
@@ -80,7 +80,7 @@ def read(head: PublishedHead, folder: Path) -> BlockHead:
     ],
 )
 def test_layouts(head: PublishedHead, levels: int, tmp_path: Path) -> None:
-    """Block size and mask wherever they are, layer ids, and what an output drafts."""
+    """Block size, mask token, layer ids, and the number of levels are correct for every layout."""
     shape = read(head, tmp_path).shape
     assert shape.hidden_layers == tuple(LAYERS)
     assert shape.mask_token_id == MASK
@@ -88,7 +88,7 @@ def test_layouts(head: PublishedHead, levels: int, tmp_path: Path) -> None:
 
 
 def test_equal_names_with_shifted_outputs(tmp_path: Path) -> None:
-    """The same tensors draft another token where the class is another one."""
+    """The architecture class decides which position an output drafts, even for equal tensors."""
     plain = changed(dflash(), architectures=["DFlashDraftModel"])
     shifted = changed(dflash(), architectures=["Qwen3DSparkModel"])
     assert not read(plain, tmp_path / "a").shape.from_anchor
@@ -119,7 +119,7 @@ def test_counts_come_from_the_tensors() -> None:
 
 
 def test_the_rope_is_the_heads_own() -> None:
-    """Base 10,000 if the config has none, and no table of positions."""
+    """The base is 10,000 if the config has none, and no table limits the positions."""
     other = changed(dflash(), rope_theta=None, max_position_embeddings=16)
     frequencies = build_block_head(other, MODEL).rotary.inv_freq
     assert torch.allclose(frequencies, 10000.0 ** (-torch.arange(0, 8, 2) / 8))
@@ -266,7 +266,7 @@ def test_refused(head: PublishedHead, match: str) -> None:
 
 
 def test_the_tensors_of_the_tests_are_those_of_the_papers() -> None:
-    """Names as on the Hub, and nothing beside."""
+    """Tensors have the names used on the Hub, and there are no others."""
     layers = {key.split(".", 2)[2] for key in block_tensors() if key.startswith("layers.")}
     assert len(layers) == 11
     assert {k for k in block_tensors() if "layers" not in k} == {

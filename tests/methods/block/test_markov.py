@@ -1,4 +1,4 @@
-"""The Markov and confidence heads of DSpark against plain torch."""
+"""The Markov and confidence heads of DSpark compared with plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes of block heads: rounds with caches equal plain torch without."""
+"""Passes of block heads: rounds with a KV cache equal plain torch without one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TEXTS = [
     torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(seed)).tolist()
     for seed in (1, 2)
 ]
-# Per round and row how many tokens are known: a prompt, then what was accepted, then nothing more
-# of one row than the root.
+# Known tokens per round and row; the first are prompts. Where a row gains one token, no draft token
+# was accepted.
 ROUNDS = [(9, 14), (13, 15), (14, 20)]
 
 
@@ -81,19 +81,19 @@ HEADS = {
 }
 
 
-# A row, how many of its tokens are known, a path, and the logits after it.
+# Row, number of its known tokens, path, and logits after the path.
 Said = tuple[int, int, tuple[int, ...], Tensor]
 
 
 def rounds(head: PublishedHead) -> list[Said]:
-    """Logits of every round, both rows in one pass."""
+    """Return the logits of every round, with both rows in one pass."""
     block = build_block_head(head, MODEL)
     runner, found = BlockRunner(block, 3), []
     states = [states_of(MODEL, text, LAYERS).split(32, dim=-1) for text in TEXTS]
     known = [0, 0]
     with runner.active():
         for ends in ROUNDS:
-            # Slots in another order than their numbers, and one unused.
+            # Slots are not in numerical order, and one is unused.
             spans = {2 * row: (known[row], ends[row] - known[row]) for row in (1, 0)}
             parts = [
                 torch.cat([states[row][layer][known[row] : ends[row]] for row in (1, 0)])
@@ -117,7 +117,7 @@ def rounds(head: PublishedHead) -> list[Said]:
 
 
 def gap(head: PublishedHead, *overrides: Any) -> float:
-    """The largest difference of any logit from those of plain torch, in sizes of the largest."""
+    """Return the largest difference from plain torch, relative to the largest logit."""
     reference = block_reference(MODEL, head, *overrides)
     worst = 0.0
     for row, known, path, logits in rounds(head):
@@ -135,7 +135,7 @@ def test_logits_of_three_rounds(name: str) -> None:
 
 
 def test_a_wrong_reading_is_seen() -> None:
-    """Otherwise the test above would pass whatever the layers see."""
+    """A wrong attention window or mask changes the logits, so the test above detects it."""
     head = sliding()
     assert gap(head, False, ((None, True), (None, False))) > 1e-3
     assert gap(head, False, ((WINDOW, False), (None, False))) > 1e-3

@@ -1,4 +1,4 @@
-"""Training DFlash heads: blocks of one pass equal those of drafting, the loss, and reading back."""
+"""Training DFlash heads: the loss, anchors, learning, resuming, and reading back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def head(model: PreTrainedModel, texts: list[Text], tmp_path: Path) -> BlockHead
 def test_the_loss_is_that_of_every_anchor(
     model: PreTrainedModel, texts: list[Text], head: BlockHead
 ) -> None:
-    """Early tokens weigh more; tokens behind the answer are not learned."""
+    """Early tokens weigh more; tokens after the response are not learned."""
     settings = replace(SETTINGS, max_context=None)
     batch = MicroBatch(checks.computed(texts[:4]), seed=7)
     pairs = read_pairs(model, batch.items, 1, None, fused_layers(model))
@@ -97,7 +97,7 @@ def test_it_learns(model: PreTrainedModel, texts: list[Text], tmp_path: Path) ->
     def train(folder: Path, run: TrainSettings) -> dict[str, float]:
         return train_block(model, checks.twice(texts), folder, settings, run)
 
-    # Every place of the answers.
+    # Anchors at every position of the responses.
     settings = replace(SETTINGS, anchors=12)
     run = replace(checks.RUN, epochs=40)
     checks.check_learning(model, texts, train, "block", tmp_path, run)
@@ -123,7 +123,7 @@ def test_a_resumed_training_is_the_same(
 def test_the_target_is_not_trained(
     model: PreTrainedModel, texts: list[Text], tmp_path: Path
 ) -> None:
-    # The shared tiny model may come from tests that froze it, or left gradients.
+    # Other tests may have frozen the shared tiny model or left gradients in it.
     model.requires_grad_(True).zero_grad()
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     train_block(model, texts, tmp_path, SETTINGS, replace(checks.RUN, epochs=1))
@@ -135,7 +135,7 @@ def test_the_target_is_not_trained(
 def test_the_written_layout_is_read_back(
     from_anchor: bool, model: PreTrainedModel, texts: list[Text], tmp_path: Path
 ) -> None:
-    """Equal drafts of a ragged batch, and equal logits of two rounds."""
+    """The written head has equal drafts for a ragged batch, and equal logits in two rounds."""
     initial = published(model, texts, tmp_path, sample_from_anchor=from_anchor)
     head = build_block_head(initial, model)
     trained = {name: weight.detach() for name, weight in trained_weights(head).items()}
@@ -165,7 +165,7 @@ def test_the_written_layout_is_read_back(
 
 
 def two_rounds(model: PreTrainedModel, published: PublishedHead) -> Tensor:
-    """Logits of all levels of two rounds, the second after three more tokens."""
+    """Return logits of all levels of two rounds, the second after three more tokens."""
     head, text = build_block_head(published, model), list(range(3, 15))
     states, _ = checks.states_and_probs(model, text, None)
     runner, found = BlockRunner(head, 1), []

@@ -1,4 +1,4 @@
-"""transformers' own DFlash heads, `muse_glimmer_assistant`, against transformers."""
+"""DFlash heads of transformers, `muse_glimmer_assistant`, compared with transformers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ muse = pytest.importorskip(
 MODEL = build("llama")
 BLOCK, WINDOW = 5, 6
 TEXT = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(1)).tolist()
-# Known tokens per round; contexts longer than the window from the first on.
+# Known tokens per round; every context is longer than the window.
 ENDS = (9, 10, 14, 20)
 
 
 def assistant(**config: Any) -> Any:
-    """Random transformers model of two layers, one sliding and one full."""
+    """Return a random transformers model with one sliding and one full attention layer."""
     torch.manual_seed(4)
     model = muse.MuseGlimmerAssistantModel(
         muse.MuseGlimmerAssistantConfig(
@@ -57,7 +57,7 @@ ASSISTANT = assistant()
 
 
 def as_published(model: Any, **config: Any) -> PublishedHead:
-    """The head as its files would be read."""
+    """Return the head as it would be read from its files."""
     merged = {**model.config.to_dict(), **config}
     assert recognize(merged) == "dflash"
     return published("dflash", merged, dict(model.state_dict()))
@@ -70,7 +70,7 @@ def embedded(root: int) -> Tensor:
 
 @torch.no_grad()
 def expected(text: list[int]) -> Tensor:
-    """(b - 1, V) logits of transformers after a text, in one pass."""
+    """Return (b - 1, V) logits of transformers after a text, computed in one pass."""
     states = states_of(MODEL, text[:-1], LAYERS)[None]
     # The mask of sliding layers needs a cache, even an empty one.
     cache = cache_utils.DFlashCache(config=ASSISTANT.config)
@@ -82,7 +82,7 @@ def expected(text: list[int]) -> Tensor:
 
 @torch.no_grad()
 def cached_rounds() -> list[Tensor]:
-    """(b - 1, V) logits of every round with transformers' own cache."""
+    """Return (b - 1, V) logits of every round, computed with transformers' own cache."""
     cache = cache_utils.DFlashCache(config=ASSISTANT.config)
     known, rounds = 0, []
     cache.activate_past_recording()
@@ -101,7 +101,7 @@ def cached_rounds() -> list[Tensor]:
 
 
 def own_rounds(head: PublishedHead) -> list[Tensor]:
-    """(b - 1, V) logits of every round of our runner."""
+    """Return (b - 1, V) logits of every round of our runner."""
     block = build_block_head(head, MODEL)
     runner, known, rounds = BlockRunner(block, 1), 0, []
     states = states_of(MODEL, TEXT, LAYERS).split(32, dim=-1)
@@ -127,7 +127,7 @@ def gap(head: PublishedHead) -> float:
 
 
 def test_rounds_equal_those_of_transformers() -> None:
-    """Logits within 1e-5, and the same drafted tokens."""
+    """Logits agree within 1e-5, and drafted tokens are the same."""
     head = as_published(ASSISTANT)
     assert gap(head) < 1e-5
     for own, other in zip(own_rounds(head), cached_rounds(), strict=True):
@@ -152,7 +152,7 @@ def test_missing_entries_have_the_defaults_of_transformers() -> None:
     head = build_block_head(as_published(ASSISTANT, **dict.fromkeys(names)), MODEL)
     config, default = head.rotary.config, muse.MuseGlimmerAssistantConfig()
     assert head.norm.eps == default.rms_norm_eps
-    # Our windows count the token itself.
+    # Our windows include the token itself.
     assert config.sliding_window == default.sliding_window + 1
     assert config.layer_types == ["sliding_attention"] * 2
     theta = default.rope_parameters["rope_theta"]
@@ -168,7 +168,7 @@ def test_a_window_of_nothing_is_refused() -> None:
 
 
 def test_generation_drafts_as_transformers_does() -> None:
-    """Every draft of a ragged batch; the output is the target's own."""
+    """Drafts of a ragged batch are those of transformers; the output equals plain `generate()`."""
     inputs, limits = prompts("llama", "ragged"), {"max_new_tokens": 10, "do_sample": False}
     depth = BLOCK - 1
     with watch_drafts() as seen:

@@ -1,4 +1,4 @@
-"""DISCO's features against manual arithmetic, and the classifier as an adapter."""
+"""DISCO's features compared with manual arithmetic, and the classifier as an adapter."""
 
 from __future__ import annotations
 

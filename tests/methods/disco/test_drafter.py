@@ -1,4 +1,4 @@
-"""DISCO: each row stops where its classifier decides, on chains, trees and graphs; errors."""
+"""DISCO: a row's draft ends where the classifier decides, on chains, trees and graphs; errors."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ PROMPT = repetitive_prompt()
 
 
 def threshold_between(adapter: str, level: int = 1) -> float:
-    """A threshold that some rows of `ragged_batch` pass at that level and others do not."""
+    """Return a threshold that some rows of `ragged_batch` pass at that level and others do not."""
     scores = sorted(row[-1] for row in row_scores(adapter, level))
     return (scores[1] + scores[2]) / 2
 
 
 @torch.no_grad()
 def row_scores(adapter: str, levels: int) -> list[list[float]]:
-    """Per row of `ragged_batch` the classifier's opinion of its greedy draft tokens."""
+    """Return the classifier's scores of the greedy draft tokens, per row of `ragged_batch`."""
     classifier = DiscoClassifier.from_adapter(load_adapter(adapter, "disco"))
     model, found = draft_model("llama"), []
     for ids, mask in zip(*ragged_batch().values(), strict=True):
@@ -90,7 +90,7 @@ class TestDecision:
         )
         expected = []
         for scores in row_scores(adapter, cap):
-            # The token that makes a row stop is sent along.
+            # The token that ends a row's draft is still sent.
             stops = [i + 1 for i, s in enumerate(scores) if s < threshold]
             expected.append(next((n for n in stops if n >= min_draft_tokens), cap))
         assert heights(config, ragged_batch()) == expected
@@ -119,14 +119,14 @@ class TestDecision:
         policy.start(1)
         policy.limit(0)
         token = DraftedToken(0, 5, 0, 0.9, score=0.5)
-        # Before any trial the next level of a reach of 0.5 gains 0.33, and that of 0.25 gains 0.15.
+        # Before any trial, a next level with reach 0.5 gains 0.33, and one with 0.25 gains 0.15.
         assert [policy.goes_on([token]) for _ in range(2)] == [[True], [False]]
 
     def test_a_tree_asks_about_the_end_of_its_likeliest_path(self) -> None:
         adapter = disco_adapter("llama")
         threshold = threshold_between(adapter)
         shared = {"adapter": adapter, "acceptance_threshold": threshold, "max_draft_tokens": 2}
-        # At the first level a tree's likeliest path is the chain.
+        # At the first level, a tree's most probable path is the chain.
         chain = heights(DiscoConfig(**shared), ragged_batch())
         tree = heights(TreeConfig(length_policy="disco", max_nodes=500, **shared), ragged_batch())
         assert tree == chain
@@ -186,7 +186,7 @@ class TestDecision:
             spec_strategy=config,
             assistant=copy.deepcopy(model),
         )
-        # Everything is accepted: two draft tokens and a bonus token a round.
+        # Everything is accepted: two draft tokens and a bonus token per round.
         assert seen == [[0], [1], [3], [4], [6], [7]]
 
 
@@ -293,7 +293,7 @@ class TestGenerate:
             assert self._runner is not None
             for row, path in enumerate(verdict.paths):
                 if height := verdict.tree.height(row):
-                    # The last drafted token has never run, so it has nothing to keep.
+                    # The last drafted token has not run, so it has no keys and values.
                     kept = min(len(path), height - 1)
                     assert self._runner.rows.stored[row] == lengths[row] + kept
                     seen.add((height, len(path)))

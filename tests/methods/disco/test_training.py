@@ -36,7 +36,7 @@ SETTINGS = DiscoTrainSettings(max_epochs=4, batch_size=64)
 
 @pytest.fixture(scope="module")
 def responses() -> list[Response]:
-    """Twelve prompts with the target's greedy answers of different lengths, in two tasks."""
+    """Return twelve prompts of two tasks with greedy responses of different lengths."""
     model, found = build("llama"), []
     generator = torch.Generator().manual_seed(3)
     for index in range(12):
@@ -49,14 +49,14 @@ def responses() -> list[Response]:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several shards, several forwards in each, several slices of each forward."""
+    """Use several shards, several forward passes per shard, and several slices per pass."""
     monkeypatch.setattr(answers, "SHARD_RESPONSES", 5)
     monkeypatch.setattr(answers, "FORWARD_TOKENS", 40)
     monkeypatch.setattr(disco, "CHUNK_TOKENS", 7)
 
 
 def learnable(count: int = 30, seed: int = 0) -> list[Observed]:
-    """Positions that are accepted if their largest probability is above a half."""
+    """Return positions that are accepted if their largest probability is above 0.5."""
     torch.manual_seed(seed)
     found = []
     for index in range(count):
@@ -170,7 +170,7 @@ class TestFit:
 
     def test_it_stops_early_and_keeps_the_best_epoch(self) -> None:
         learned, held = learnable(4), learnable(4, seed=1)
-        # What is true here is false there: the first epochs are the best.
+        # The validation labels are inverted, so the first epochs are the best.
         wrong = [replace(o, labels=1 - o.labels) for o in held]
         settings = DiscoTrainSettings(learning_rate=1e-2, max_epochs=80, patience=3)
         classifier, history = fit(learned, wrong, settings)
@@ -212,7 +212,7 @@ class TestFigures:
         result = evaluate(classifier, [Observed("p", features, matched, matched.float())], 0.5)
         rules = result["rules"]
         assert result["acceptance"] == 0.5
-        # Predicts "accepted" everywhere.
+        # The classifier predicts "accepted" everywhere.
         assert rules["disco"]["accepted"] == {"precision": 0.5, "recall": 1.0, "f1": 2 / 3}
         assert rules["disco"]["rejected"] == {"precision": 0.0, "recall": 0.0, "f1": 0.0}
         # Rounds: 1 1 0 | 0 | 1 0; the first position of each is predicted to be accepted.
@@ -224,7 +224,7 @@ class TestFigures:
         assert rules["static 2"]["accepted"]["recall"] == 1.0
         assert rules["static 2"]["accepted"]["precision"] == 3 / 5
         assert rules["static 2"]["rejected"] == {"precision": 1.0, "recall": 1 / 3, "f1": 0.5}
-        # 0.9, 0.5 and 0.4 pass; two of them came true.
+        # 0.9, 0.5 and 0.4 reach the threshold; two of these positions match.
         assert rules["confidence"]["accepted"]["precision"] == 2 / 3
 
 

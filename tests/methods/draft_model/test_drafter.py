@@ -1,4 +1,4 @@
-"""Drafting with a second model: drafts, their cost, and where they stop."""
+"""Drafting with a second model: shape, cost, acceptance, length, and sampling of drafts."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def draft_once(
 
 @torch.no_grad()
 def next_probs(model: PreTrainedModel, paths: Sequence[Sequence[int]]) -> Tensor:
-    """(len(paths), V): the model's distribution after the prompt and each path."""
+    """Return (len(paths), V) probabilities of the model after the prompt and each path."""
     rows = [torch.cat([PROMPT[0], torch.tensor(path, dtype=torch.long)]) for path in paths]
     return model(torch.stack(rows)).logits[:, -1].softmax(dim=-1)
 
 
 def paths(tree: DraftTree, row: int = 0) -> list[tuple[int, ...]]:
-    """Per node of the row, root left out, the tokens that lead to it."""
+    """Return the path of tokens to each node of the row, except the root."""
     known: dict[int, tuple[int, ...]] = {}
     for node in tree.nodes(row):
         above = tree.parent[node]
@@ -187,8 +187,8 @@ class TestCost:
 
     @pytest.mark.parametrize("drafts_itself", [True, False])
     def test_no_token_is_seen_twice(self, drafts_itself: bool) -> None:
-        # The first forward of a round runs the root and, after a draft that was accepted whole,
-        # its last token, which was never expanded. Every other forward runs one token.
+        # The first forward pass of a round runs the root. After a fully accepted draft it also runs
+        # the last draft token, which was never expanded. Every other pass runs one token.
         model = build("llama")
         small = copy.deepcopy(model) if drafts_itself else draft_model("llama")
         levels = 3
@@ -219,8 +219,8 @@ class TestCost:
         for [(height, accepted)] in rounds:
             expected += [1 + pending, *[2] * (height - 1)] if height else []
             pending = int(accepted == height)
-        # An accepted node that was sent but not expanded would have to be caught up with: at most
-        # one a round, as in a chain.
+        # An accepted node that was sent but not expanded runs in the next round: at most one per
+        # round, as in a chain.
         assert len(seen) == len(expected)
         assert seen[0] == expected[0]
         assert max(seen[1:]) <= 2
@@ -424,7 +424,7 @@ class TestSampling:
 
 @contextmanager
 def count_tokens(model: PreTrainedModel) -> Iterator[list[int]]:
-    """A list that gains the number of tokens of every forward pass."""
+    """Yield a list to which every forward pass appends its number of tokens."""
     seen: list[int] = []
     handle = model.register_forward_pre_hook(
         lambda _, __, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -437,7 +437,7 @@ def count_tokens(model: PreTrainedModel) -> Iterator[list[int]]:
 
 @contextmanager
 def watch_rounds() -> Iterator[list[list[tuple[int, int]]]]:
-    """A list that gains, with every round, each row's (levels drafted, tokens accepted)."""
+    """Yield a list to which every round appends each row's (levels drafted, tokens accepted)."""
     rounds: list[list[tuple[int, int]]] = []
     observe = DraftModelDrafter.observe
 
@@ -454,7 +454,7 @@ def watch_rounds() -> Iterator[list[list[tuple[int, int]]]]:
 
 
 class TestOwnTokens:
-    """Draft models that know some of the tokens: the others are not looked at."""
+    """Draft models with some of the tokens: probabilities are not computed for the others."""
 
     KNOWN = torch.arange(3, VOCAB, 4)
 
@@ -466,7 +466,7 @@ class TestOwnTokens:
 
     @pytest.fixture
     def widths(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """Over how many tokens each distribution is."""
+        """Record the number of tokens in each distribution."""
         seen: list[int] = []
         probabilities = DraftModelDrafter.probabilities
 
@@ -498,7 +498,7 @@ class TestOwnTokens:
         assert {*few.tokens[1:]} - {few.tokens[n] for n in few.row_start[:-1]} <= {
             *self.KNOWN.tolist()
         }
-        # Sums over fewer numbers round in another order; nothing else differs.
+        # Sums over fewer numbers are rounded differently; nothing else differs.
         assert few.node_probs == pytest.approx(among_all.node_probs, rel=1e-6)
 
     def test_what_a_classifier_sees_is_the_same(self, draft: PreTrainedModel) -> None:
@@ -526,7 +526,7 @@ class TestOwnTokens:
         widths: list[int],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Every draft of an answer, or what the first one was drawn from, is that among all."""
+        """All drafts, or the distribution of the first drawn one, equal those among all tokens."""
         found: list[DraftTree] = []
         drafted = DraftModelDrafter.draft
 

@@ -1,4 +1,4 @@
-"""Draft models and the tokenizers of a call: how they are loaded, and what is rejected."""
+"""Loading of draft models and of the tokenizers of a call, and rejected values."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class TestFolder:
     def test_its_own_code_is_not_run(
         self, folder: Path, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Nor is it asked on the terminal whether to."""
+        """There is no prompt on the terminal either."""
         config = json.loads((folder / "config.json").read_text())
         config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}
         (folder / "config.json").write_text(json.dumps(config))
@@ -161,7 +161,7 @@ class TestRefusals:
 
 
 class TestDraftAdapter:
-    """A folder of this library: the target's first layers with what was trained."""
+    """Folders of this library: trained weights for the target's first layers."""
 
     @pytest.fixture
     def adapter(self, target: PreTrainedModel, tmp_path: Path) -> Path:
@@ -285,7 +285,7 @@ def test_disco_with_a_draft_model_of_another_tokenizer(monkeypatch: pytest.Monke
 
 
 class TestNamedAssistants:
-    """Folders have tokenizers; commands name nothing else."""
+    """Assistants named by a folder, which also contains the tokenizer."""
 
     @pytest.fixture
     def folders(self, tmp_path: Path) -> tuple[Path, Path]:

@@ -1,4 +1,4 @@
-"""Draft models with 4-bit weights and few tokens: what they share, and that output stays."""
+"""Draft models with 4-bit weights and few tokens: shared weights and unchanged output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLER = {"assistant_bits": 4, "draft_vocab_size": FEW}
 
 @cache
 def target() -> PreTrainedModel:
-    """A model whose layers are as wide as a block of 4-bit weights."""
+    """Return a model whose layers are as wide as a block of 4-bit weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -53,7 +53,7 @@ def test_layers_are_quantized_and_the_rest_is_shared(draft: PreTrainedModel) -> 
     assert layer.input_layernorm.weight is own.input_layernorm.weight
     assert smaller.get_input_embeddings().weight is draft.get_input_embeddings().weight
     assert smaller.get_output_embeddings().weight is draft.get_output_embeddings().weight
-    # The model itself is as it was.
+    # The model itself is unchanged.
     assert type(own.mlp.up_proj) is torch.nn.Linear
     assert all(torch.equal(weight, before[name]) for name, weight in draft.named_parameters())
     ids = torch.arange(3, 12)[None]
@@ -105,12 +105,12 @@ def test_the_output_is_that_of_plain_generate(
     )
     assert torch.equal(found.sequences, plain)
     if strategy != "auto":
-        # The draft model is the target, rounded.
+        # The draft model is the quantized target.
         assert found.spec_stats.tau > 0.2
 
 
 def test_sampled_chains_with_few_tokens(draft: PreTrainedModel) -> None:
-    """Tokens that cannot be drafted are sampled all the same."""
+    """Tokens that cannot be drafted are still sampled."""
     model = target()
     torch.manual_seed(0)
     found = model.generate(

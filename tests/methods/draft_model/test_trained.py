@@ -26,7 +26,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def disturbed(name: str, vocabulary: Tensor | None = None) -> TrainableDraft:
-    """A draft whose trained weights all differ from their first values."""
+    """Return a draft whose trained weights all differ from their initial values."""
     draft = TrainableDraft(build(name), 2, 4, vocabulary)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -60,7 +60,7 @@ class TestEveryArchitecture:
         adapter = load_adapter(tmp_path, "draft")
         assert adapter.options == {"num_layers": 2, "rank": 4, "note": 1}
         found = logits(draft_from_adapter(adapter, build(name)))
-        # Weights are kept in bfloat16.
+        # Weights are stored in bfloat16.
         torch.testing.assert_close(found, trained, atol=0.05, rtol=0.05)
         others = [token for token in range(found.shape[-1]) if token not in VOCABULARY]
         assert (found[..., others] == float("-inf")).all()
@@ -73,7 +73,7 @@ def test_lora_final_norm_and_bridge_learn() -> None:
         "model.norm.weight",
         "lm_head.bridge.weight",
     ]
-    # Seven products in each of two layers, each with two factors.
+    # Seven linear layers in each of two decoder layers, each with two LoRA factors.
     assert len(learning) == 2 * 7 * 2 + 2
 
 

@@ -44,7 +44,7 @@ def test_it_learns_and_drafts(
     held_back = adapter.options["held_back"]
     assert card_metrics(tmp_path / "adapter") == rounded(held_back)
     assert held_back.items() <= json.loads(lines[-1]).items()
-    # The figures on held-back answers are those of a real generation.
+    # The metrics on held-out responses equal those of the loaded draft model.
     _, held = split_by_hash(examples, SETTINGS.held_back, lambda e: e.response.id)
     draft = resolve_draft_model("draft", tmp_path / "adapter", model)
     matches = []
@@ -92,7 +92,7 @@ class TestAcceptance:
         matches = [torch.tensor([1, 1, 0, 1, 1, 1, 0]).bool(), torch.tensor([0, 1]).bool()]
         figures = acceptance(matches)
         assert figures["agreement"] == pytest.approx(6 / 9)
-        # Chains of 1: rounds at 0, 2, 3, 5 and at 0, 1 keep 1 0 1 1 and 0 1.
+        # Chains of 1: rounds at 0, 2, 3, 5 and at 0, 1 accept 1, 0, 1, 1 and 0, 1 tokens.
         assert figures["tau_1"] == pytest.approx(4 / 6)
-        # Chains of 3: rounds at 0, 3 and at 0, 1 keep 2 3 and 0 1.
+        # Chains of 3: rounds at 0, 3 and at 0, 1 accept 2, 3 and 0, 1 tokens.
         assert figures["tau_3"] == pytest.approx(6 / 4)

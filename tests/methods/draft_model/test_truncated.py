@@ -25,7 +25,7 @@ STACKS = {
 
 
 def cut_by_hand(model: PreTrainedModel, stack: str, num_layers: int) -> PreTrainedModel:
-    """A copy of the model with fewer layers."""
+    """Return a copy of the model with fewer layers."""
     cut = copy.deepcopy(model)
     holder, _, name = stack.rpartition(".")
     layers = attrgetter(stack)(cut)

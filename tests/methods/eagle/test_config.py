@@ -119,7 +119,7 @@ class TestAssistants:
 
     @pytest.mark.parametrize("name", ["rms_norm_eps", "max_position_embeddings", "hidden_act"])
     def test_a_config_with_a_wrong_value(self, tmp_path: Path, name: str) -> None:
-        """Which the configs of transformers refuse by errors of their own."""
+        """The configs of transformers reject these values with errors of their own."""
         shutil.copytree(sample("eagle3").folder, tmp_path / "head")
         config = json.loads((tmp_path / "head" / "config.json").read_text())
         (tmp_path / "head" / "config.json").write_text(json.dumps({**config, name: None}))

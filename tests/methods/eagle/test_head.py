@@ -1,4 +1,4 @@
-"""EAGLE heads: predictions equal plain torch for every switch of their configs."""
+"""EAGLE heads: predictions equal plain torch for every option of their configs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def published(kind: str = "eagle3") -> PublishedHead:
 def changed(
     shapes: dict[str, Any] | None = None, known: int | None = heads.KNOWN, **config: Any
 ) -> tuple[PublishedHead, dict[str, Tensor]]:
-    """An EAGLE-3 head of SafeAILab's layout with other tensors or another config."""
+    """Return a head in SafeAILab's layout with changed tensors or config, and its tensors."""
     tensors = heads.random_tensors({**heads.sizes(known=known or VOCAB), **(shapes or {})})
     if known is not None:
         tensors["d2t"] = heads.offsets(known)
@@ -46,7 +46,7 @@ def changed(
 
 @torch.no_grad()
 def states_of(name: str = "llama") -> dict[int, Tensor]:
-    """(T - 1, H) states of the text by index."""
+    """Return (T - 1, H) hidden states of the text by index."""
     model = build(name)
     last = LastLayer(model)
     with last.watched():
@@ -58,7 +58,7 @@ def states_of(name: str = "llama") -> dict[int, Tensor]:
 
 @torch.no_grad()
 def two_steps(head: EagleHead, name: str = "llama") -> tuple[list[int], list[Tensor]]:
-    """The first two drafts after the text, and (R,) the logits of each."""
+    """Return the first two drafted tokens after the text, and the (R,) logits of each."""
     states = states_of(name)
     row = PairRow(0, torch.zeros(0), 0)
     extend_rows([row], [head.fuse([states[layer] for layer in head.hidden_layers])])
@@ -118,7 +118,7 @@ def test_switches(name: str) -> None:
     reference = plain_torch(tensors, theta=theta, aux=aux, **flags)
     model = build("llama")
     if name == "four layers":
-        # The last state before the final norm, which no index shows.
+        # The last state before the final norm, which has no index in `hidden_states`.
         reference.fuse = (
             lambda states: Reference.fuse(  # type: ignore[method-assign]
                 reference, [*states[:3], states_of()[BEFORE_NORM]]
@@ -194,7 +194,7 @@ class TestVocabulary:
 
 class TestEmbedding:
     def test_of_another_width(self) -> None:
-        """A head that is narrower than its target, with a table of its own."""
+        """A head that is narrower than its target needs an embedding of its own."""
         shapes = heads.sizes(width=24)
         head, tensors = changed(shapes, head_dim=8, target_hidden_size=WIDTH)
         tensors["embed_tokens.weight"] = torch.randn(VOCAB, 24)
@@ -204,7 +204,7 @@ class TestEmbedding:
             build_head(head, build("llama"))
 
     def test_untrained_ones_are_left(self) -> None:
-        """SpecForge's layout may carry any table; a tied one of the config means nothing."""
+        """SpecForge's layout may contain an untrained table; `tie_word_embeddings` is ignored."""
         head, tensors = changed(tie_word_embeddings=True)
         expected = two_steps(build_head(head, build("llama")))[1]
         tensors["embed_tokens.weight"] = torch.randn(VOCAB, WIDTH)
@@ -223,14 +223,14 @@ class TestEmbedding:
 def converted(
     shapes: dict[str, Any] | None = None, **config: Any
 ) -> tuple[PublishedHead, dict[str, Tensor]]:
-    """A head as `speculators convert` writes it, with both maps of its vocabulary."""
+    """Return a head as `speculators convert` writes it (with both vocabulary maps), and tensors."""
     tensors = {**heads.random_tensors(shapes or heads.sizes()), "d2t": heads.offsets()}
     stored = {**tensors, "t2d": heads.mask_of(heads.offsets())}
     return PublishedHead("eagle3", heads.converted_config(**config), stored, Path(), "it"), tensors
 
 
 class TestConverted:
-    """The layout of speculators, with what its versions store or leave out."""
+    """The layout of speculators, with tensors that only some versions store."""
 
     @pytest.mark.parametrize("before", [True, False, None])
     def test_the_residual(self, before: bool | None) -> None:
@@ -323,7 +323,7 @@ class TestConverted:
             build_head(converted(transformer_layer_config=layer)[0], build("llama"))
 
     def test_eagle_1(self) -> None:
-        """Its layer and its first matrix have names of their own."""
+        """The decoder layer and the first linear layer have other names."""
         names = {"layers.0.": "transformer.", "fc.": "fusion_fc."}
         tensors = dict(sample("eagle").tensors)
         for part, name in names.items():
@@ -337,7 +337,7 @@ class TestConverted:
             build_head(head, build("llama"))
 
     def test_a_folder_drafts(self) -> None:
-        """By `assistant=`: drafts with the mask alone are those with the offsets."""
+        """Drafts of a folder with the mask alone equal those of a folder with the offsets."""
         head, _ = converted()
         call = {"max_new_tokens": 12, "do_sample": False}
         expected = build("llama").generate(repetitive_prompt(), **call)
@@ -389,7 +389,7 @@ class TestRefused:
 
 
 def test_another_target_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    """Sizes may be equal: only the name tells."""
+    """Sizes may be equal, so only the name reveals it."""
     model = copy.copy(build("llama"))
     model.config = copy.copy(model.config)
     model.config.name_or_path = "org/own"
@@ -398,7 +398,7 @@ def test_another_target_by_name(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_half_precision() -> None:
-    """Features overflow in float16, so a head for such a target is in bfloat16."""
+    """Features overflow in float16, so a head for such a target uses bfloat16."""
     model = copy.deepcopy(build("llama")).half()
     head = build_head(published(), model)
     assert head.attention.fc.weight.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""EAGLE-3 files for vLLM and SGLang: read back, a head drafts the same; unsupported heads raise."""
+"""EAGLE-3 files for vLLM and SGLang: drafts are the same after export; unsupported heads raise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plain(**more: Any) -> tuple[EagleSpec, dict[str, Tensor]]:
 
 
 def drafts(folder: str | Path) -> list[tuple[list[int], list[int]]]:
-    """Tokens and parents of every round of a generation."""
+    """Return tokens and parents of every round of a generation."""
     config = EagleConfig(width=6, max_draft_tokens=3, max_nodes=12)
     given = {"max_new_tokens": 12, "do_sample": False}
     _, rounds = record_rounds(
@@ -62,7 +62,7 @@ def exported(source: str, engine: str, out: Path) -> Path:
 
 
 def inside(head: EagleHead) -> dict[str, Tensor]:
-    """Everything that a head computes with."""
+    """Return all tensors that a head computes with."""
     vocabulary = head.head.vocabulary
     known = torch.arange(head.head.size) if vocabulary is None else vocabulary
     return {**dict(head.attention.named_parameters()), "table": head._table, "known": known}
@@ -84,7 +84,7 @@ def test_read_back_it_drafts_the_same(kind: str, engine: str, tmp_path: Path) ->
     assert after.family == before.family
     first, second = build(before, tiny("llama")), build(after, tiny("llama"))
     assert second.hidden_layers == first.hidden_layers
-    # Layers as they are, positions apart: these are longer where an engine would stop early.
+    # Everything is equal except the number of positions, extended so that no engine stops early.
     same = [
         replace(head.spec, what="", layer={**head.spec.layer, "max_position_embeddings": 0})
         for head in (first, second)
@@ -102,7 +102,7 @@ def test_what_vllm_reads(tmp_path: Path) -> None:
     assert config["speculators_model_type"] == "eagle3"
     assert config["draft_vocab_size"] == heads.KNOWN
     assert config[KEY] == list(USUAL)
-    # Where it is missing, vLLM would take it for true.
+    # If it is missing, vLLM assumes true.
     assert config["norm_before_residual"] is False
     layer = config["transformer_layer_config"]
     assert (layer["model_type"], layer["num_hidden_layers"]) == ("llama", 1)
@@ -127,12 +127,12 @@ def test_what_sglang_reads() -> None:
     assert "eagle_config" not in config
     assert "midlayer.self_attn.q_proj.weight" in weights
     assert not any(name.startswith("layers.") for name in weights)
-    # Its map of hot tokens: the place plus the offset.
+    # SGLang's map of hot tokens: the index plus the offset.
     hot = weights["d2t"] + torch.arange(heads.KNOWN)
     assert weights["t2d"][hot].all()
 
 
-# Shapes of the files for SGLang's `LlamaForCausalLMEagle3`: h = H = 32, R = 60, V = 97.
+# Shapes of the tensors for SGLang's `LlamaForCausalLMEagle3`: h = H = 32, R = 60, V = 97.
 SGLANG_SHAPES = {
     "fc.weight": (32, 96),
     "midlayer.input_layernorm.weight": (32,),
@@ -154,7 +154,7 @@ SGLANG_SHAPES = {
 
 @pytest.mark.parametrize("kind", ["eagle3", "speculators layout"])
 def test_files_for_sglang_and_back(kind: str, tmp_path: Path) -> None:
-    """Names, shapes, dtypes, and drafts, also after the way back to the layout of vLLM."""
+    """Names, shapes, dtypes, and drafts are right, also after conversion back to vLLM's layout."""
     source = heads.sample("eagle3").folder
     if kind == "speculators layout":
         source = str(exported(source, "vllm", tmp_path / "source"))
@@ -172,7 +172,7 @@ def test_files_for_sglang_and_back(kind: str, tmp_path: Path) -> None:
     [((2, 5, 8), [1, 4, 7]), ((2, 4, 6, 8), [1, 3, 5, 7]), ((2, 8, BEFORE_NORM), [1, 7, 11])],
 )
 def test_target_layers_as_sglang_counts_them(indices: tuple[int, ...], ids: list[int]) -> None:
-    """Outputs from 0, the first number being 1; our reader counts as it does."""
+    """SGLang counts layer outputs from 0 if the first id is 1; our reader does the same."""
     deep: Any = type(TEXT)(**{**TEXT.to_dict(), "num_hidden_layers": 12})
     spec, tensors = plain()
     tensors["fc.weight"] = torch.ones(heads.WIDTH, len(indices) * heads.WIDTH)
@@ -184,7 +184,7 @@ def test_target_layers_as_sglang_counts_them(indices: tuple[int, ...], ids: list
 
 
 def test_positions_reach_as_far_as_the_targets() -> None:
-    """Engines draft no further than the head's config says, and many say 2048."""
+    """Engines stop drafting at the `max_position_embeddings` of the head, often 2048."""
     long: Any = type(TEXT)(**{**TEXT.to_dict(), "max_position_embeddings": 9000})
     verifier = replace(VERIFIER, text=long)
     for change, longest in (({}, 9000), ({"rope_scaling": {"type": "linear", "factor": 2}}, 2048)):
@@ -219,7 +219,7 @@ def test_norms_and_biases_are_said() -> None:
     assert config["norm_before_fc"] is True
     assert config["norm_output"] is True
     assert "fc_norm" not in config
-    # One word stands for all four, so the fourth is there as well.
+    # `attention_bias` covers all four projections, so the fourth gets a bias of zeros.
     assert config["transformer_layer_config"]["attention_bias"] is True
     assert not weights[f"{attention}o_proj.bias"].any()
     normed = {k: v for k, v in tensors.items() if not k.endswith(".bias")}
@@ -269,7 +269,7 @@ def test_what_no_engine_reads(engine: str) -> None:
         LAYOUTS[engine](spec, {**tensors, "fc.bias": torch.ones(heads.WIDTH)}, VERIFIER, 3)
     with pytest.raises(AssistantError, match="scaled"):
         LAYOUTS[engine](replace(spec, embedding="scaled"), tensors, VERIFIER, 3)
-    # Token ids outside the target.
+    # Token ids outside the target's vocabulary.
     with pytest.raises(AssistantError, match="d2t leads to token"):
         LAYOUTS[engine](spec, {**tensors, "d2t": heads.offsets() + 90}, VERIFIER, 3)
 

@@ -45,12 +45,12 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 def loss_of(some: list[dict[str, float]]) -> float:
-    """Per token."""
+    """Return the mean loss per token."""
     return sum(row["loss"] * row["tokens"] for row in some) / sum(row["tokens"] for row in some)
 
 
 def alone(head: EagleHead, tokens: list[int], features: torch.Tensor) -> torch.Tensor:
-    """The last prediction of a head, by a pass over everything that it sees, without a cache."""
+    """Return a head's outputs from one pass over its whole input, without a cache."""
     mixed, _ = head.mix(torch.tensor([tokens]), features[None])
     length = len(tokens)
     mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
@@ -59,7 +59,7 @@ def alone(head: EagleHead, tokens: list[int], features: torch.Tensor) -> torch.T
 
 @torch.no_grad()
 def test_steps_are_those_of_a_draft_from_every_place(head: EagleHead) -> None:
-    """One place after the other: true features up to it, then the head's own outputs."""
+    """A draft reads true features up to its first position, then the head's own outputs."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 60, (2, 7), generator=generator)
     features = torch.randn(2, 7, head.hidden_size, generator=generator)
@@ -78,7 +78,7 @@ def test_steps_are_those_of_a_draft_from_every_place(head: EagleHead) -> None:
 def test_it_learns_drafts_and_is_read_back(
     model: PreTrainedModel, texts: list[Text], tmp_path: Path
 ) -> None:
-    """Texts that are learned and held back alike: overfitting them must show in the figures."""
+    """The training and held-out sets have the same texts, so overfitting must raise the metrics."""
     twice = texts + [
         replace(t, response=replace(t.response, id=f"again {i}")) for i, t in enumerate(texts)
     ]
@@ -102,7 +102,7 @@ def test_it_learns_drafts_and_is_read_back(
     again = acceptance(StepsLoss(build(published, model), model, SETTINGS).matches(held))
     for name, value in figures.items():
         assert again[name] == pytest.approx(value, abs=0.1)
-    # The figures are those of generation: greedy chains of three on a held-back prompt.
+    # The metrics are for greedy chains of three; a generation on a held-out prompt confirms them.
     response = held[0].response
     out = model.generate(
         torch.tensor([response.prompt]),
@@ -130,7 +130,7 @@ def test_features_on_the_fly_teach_the_same(
 def test_other_answers_or_another_target_do_not_go_on(
     model: PreTrainedModel, texts: list[Text], tmp_path: Path
 ) -> None:
-    """As many of other answers: the tokens that a head knows are chosen by them."""
+    """The same number of other responses is rejected: responses determine the head's vocabulary."""
     run = replace(RUN, epochs=1)
     train_eagle(model, texts, tmp_path, SETTINGS, run)
     train_eagle(model, texts, tmp_path, SETTINGS, run)
@@ -146,7 +146,7 @@ class TestGoingOn:
     def test_it_starts_where_the_saved_head_ended(
         self, model: PreTrainedModel, texts: list[Text], tmp_path: Path
     ) -> None:
-        """Without learning, the loss is that of the saved head; with it, it falls further."""
+        """At a learning rate of 0 the loss is the saved head's; training reduces it further."""
         ended = train_eagle(model, texts, tmp_path / "first", SETTINGS, RUN)
         first = rows(tmp_path / "first")
         per_epoch = len(first) // RUN.epochs

@@ -1,4 +1,4 @@
-"""A growing target sequence in the draft model's tokens."""
+"""Translation of a growing target sequence into the draft model's tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 @pytest.mark.parametrize("draft", ["unigram", "wordpiece", "subset"])
 @pytest.mark.parametrize("text", [SENTENCE * 5, TEXTS[1], TEXTS[1] * 4])
 def test_however_it_grows_it_is_what_encoding_it_at_once_gives(draft: str, text: str) -> None:
-    """With tokens of one byte, which cut characters in the middle."""
+    """The target has tokens of one byte, which split characters."""
     target, other = subset(), KINDS[draft]()
     both = pair(bpe() if draft == "subset" else target, other)
     tokens = ids(both.target.tokenizer, text)

@@ -62,9 +62,9 @@ def generate(inputs: Any, new_tokens: int = 30, **options: Any) -> Any:
 
 
 def least_tau(kind: str, translation: str) -> float:
-    """What good drafts have at least; a draft model that learned nothing is below 0.02.
+    """Return the minimum tau of good drafts; a draft model that learned nothing is below 0.02.
 
-    Few tokens of such small vocabularies are common, and what the models learn differs between
+    Such small vocabularies have few tokens in common, and the trained models differ between
     machines.
     """
     few = translation == "shared" and kind != "subset"
@@ -85,7 +85,7 @@ class TestIdentity:
 
     @pytest.mark.parametrize("kind", ["unigram", "subset"])
     def test_random_drafts_cost_time_alone(self, kind: str, translation: str) -> None:
-        """The target cuts characters in the middle; the draft model says anything."""
+        """The target's tokens split characters; the draft model's tokens are random."""
         target, draft = random_model(bpe()), random_model(KINDS[kind](), seed=3)
         inputs = batch(prompts=["日本", "naïve café — déjà", "the"])
         for config in (SHAPES["chain"](translation), SHAPES["tree"](translation)):
@@ -111,7 +111,7 @@ class TestIdentity:
         assert outputs.spec_stats.tau > least_tau("unigram", translation)
 
     def test_a_model_that_ends(self, translation: str) -> None:
-        """Drafted ends are the target's; a draft model of few positions stops drafting there."""
+        """Drafted end tokens are the target's; drafts end at the draft model's last position."""
         draft = random_model(unigram())
         draft.config.max_position_embeddings = 20
         inputs = batch()
@@ -154,7 +154,7 @@ def test_auto_has_one_among_its_drafters() -> None:
 
 
 def test_the_draft_model_sees_a_text_once() -> None:
-    """Its keys and values stay: prompt and answer are run, not the whole text every round."""
+    """Its KV cache is kept, so the whole text does not run again in every round."""
     runners: list[ModelRunner] = []
     init = ModelRunner.__init__
 
@@ -169,7 +169,7 @@ def test_the_draft_model_sees_a_text_once() -> None:
     drafts = [runner for runner in runners if runner.model is learned("unigram")]
     assert len(drafts) == 2
     for runner in drafts:
-        # About four tokens a round; the text alone has more than forty by then.
+        # About four tokens per round; the text alone has more than forty at the end.
         assert runner.tokens_run < 12 * runner.forwards
 
 
@@ -189,7 +189,7 @@ def test_keys_of_tokens_that_encoding_has_changed_are_dropped(
 
 
 class TestSampling:
-    """On the vocabulary of `test_distribution`, with fewer draws."""
+    """Distributions on the vocabulary of `test_distribution`, with fewer draws."""
 
     OWN = ("a", "b", "c", "d", "ab", "e", "f")
     OTHER = ("b", "a", "e", "bc", "c", "d")

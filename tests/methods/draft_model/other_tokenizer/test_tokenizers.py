@@ -1,4 +1,4 @@
-"""One tokenizer in both directions, piece by piece, and tokens of two with the same text."""
+"""Encoding and decoding in pieces, and tokens of two tokenizers with the same text."""
 
 from __future__ import annotations
 
