@@ -1,4 +1,4 @@
-"""The root of the command line: what it offers, what it does not import, what each help says."""
+"""The root of the command line: commands, deferred imports, and the help of each command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def leaves(command: Any, name: str) -> dict[str, Any]:
-    """Every command that does something, by its full name."""
+    """Return every leaf command by its full name."""
     below = getattr(command, "commands", None)
     if below is None:
         return {name: command}

@@ -1,4 +1,4 @@
-"""`hf-spec bench`: its tables, its file, and what it refuses."""
+"""`hf-spec bench`: tables, output file, and rejected options."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_tables_are_printed_and_every_record_written(command: Any, tmp_path: Pat
     assert "batch size 2" in lines
     assert "|" not in result.stdout, "not raw Markdown"
     [speeds, _, plain, *_] = lines[lines.index("batch size 1") + 2 :]
-    # Columns of equal width, whatever stands in them.
+    # All rows of a column have the same width.
     assert len(speeds) == len(plain)
     assert speeds.endswith("  identical")
     assert plain.startswith("plain  ")

@@ -1,4 +1,4 @@
-"""`hf-spec check-head`: every layout with its share, and the one that fits."""
+"""`hf-spec check-head`: prints every layout with its share, and the layout that fits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_model_is_no_head(tmp_path: Path) -> None:
 
 def test_a_wrong_head_is_said_before_the_model_answers(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "model")
-    # Without a tokenizer it could not answer.
+    # The folder has no tokenizer, so generation would fail.
     done = CliRunner().invoke(build_app(), ["check-head", str(tmp_path / "model"), "/no/head"])
     assert done.exit_code == 2
     assert "there is no folder /no/head" in done.output

@@ -1,4 +1,4 @@
-"""Help of every command at two widths, and suggestions for names of other tools."""
+"""Help of every command at two widths, and suggestions for option names of other tools."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_help_fits_80_columns_and_is_complete_at_40(name: str, page: Any) -> N
     lines = page(name, 40)
     assert max(map(len, lines)) <= 40
     if name in LEAVES:
-        # Long words are broken at the end of a line.
+        # Long words are split across lines.
         text = re.sub(r"[│─╭╮╰╯\s]", "", "\n".join(lines))
         for parameter in LEAVES[name].params:
             is_option = parameter.param_type_name == "option"
@@ -95,7 +95,7 @@ def test_so_does_an_unknown_key_of_a_file(
 
 def test_no_suggestion_if_nothing_is_near() -> None:
     assert suggestions("xyzzy", LEAVES["bench"]) == []
-    # Only where the command has the option.
+    # Suggestions are limited to options of the command.
     assert OTHER_NAMES["max-batch"] not in suggestions("max-batch", LEAVES["bench"])
 
 

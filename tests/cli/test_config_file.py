@@ -1,4 +1,4 @@
-"""`--config`: values of a YAML file, which the command line overrides, for every command alike."""
+"""`--config`: values from a YAML file, which command-line options override."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def work(
     out: Path | None = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """A command with every kind of parameter, which prints what it was given."""
+    """Print the values of one parameter of each kind."""
     typer.echo(f"{model} {responses} {steps} {rate} {store} {use_all} {out} {as_json}")
 
 
 @app.command()
 def other() -> None:
-    """So that there is a group."""
+    """Do nothing; a second command turns the app into a group."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""How commands end: a sentence and a status, or a traceback where the code is at fault."""
+"""Failing commands: one-line message and exit status for users, a traceback for bugs."""
 
 from __future__ import annotations
 

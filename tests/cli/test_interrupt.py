@@ -1,4 +1,4 @@
-"""Ctrl-C in real processes: status 130, no traceback, and only whole files."""
+"""Ctrl-C in real processes: status 130, no traceback, and no partial files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from transformers import AutoConfig
 
 from tests.cli.train.cli_files import run, save_model, save_responses
 
-PATIENCE = 300  # seconds; a busy machine takes long to import torch
+PATIENCE = 300  # seconds; importing torch is slow on a busy machine
 
 
 def start(*arguments: Any, **streams: Any) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "hf_spec", *map(str, arguments)]
-    # Whoever runs the tests in the background ignores Ctrl-C, and so would the command.
+    # A child process inherits an ignored SIGINT, for example from a shell's background job.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, **streams)
@@ -41,7 +41,7 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> Non
 
 
 def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Press Ctrl-C; the command ends as it should."""
+    """Send SIGINT and check that the command exits with status 130 and no traceback."""
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, error.decode()
@@ -74,7 +74,7 @@ def test_train(tmp_path: Path) -> None:
     assert len([json.loads(line) for line in metrics.splitlines()]) >= 100
     assert not list(tmp_path.rglob("*.part"))
     assert not (out / "adapter_model.safetensors").exists()
-    # The same command goes on where it was.
+    # The same command resumes from the checkpoint.
     result = run(*command)
     assert result.exit_code == 0, result.output
     starts = json.loads((out / "training" / "run.json").read_text())["starts"]
@@ -88,7 +88,7 @@ def test_train(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_generate(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
-    # Room for a text that does not end before Ctrl-C.
+    # Allow a text that is too long to end before Ctrl-C.
     config = AutoConfig.from_pretrained(folder)
     config.max_position_embeddings = 100_000
     config.save_pretrained(folder)
@@ -99,7 +99,7 @@ def test_generate(tmp_path: Path) -> None:
     )
     os.close(end)
     try:
-        # The first text on the terminal, long before the last.
+        # Wait for the first text on the terminal.
         assert os.read(terminal, 1)
         interrupt(process)
     finally:

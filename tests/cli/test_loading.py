@@ -1,4 +1,4 @@
-"""Loading a target: its dtype and device, and sentences where it cannot be."""
+"""Loading a target: dtype, device, and errors for models that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny_models import build
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model that is stored in bfloat16, as most are."""
+    """Save a model in bfloat16, like most published models."""
     save_model(tmp_path / "model")
     copy.deepcopy(build("llama")).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -31,7 +31,7 @@ def test_dtypes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.dtype == torch.bfloat16
     assert not model.training
     assert load_target(str(folder), Placement(device="cpu")).dtype == torch.float32
-    # Where the weights would go to a GPU they stay as they are stored.
+    # On a GPU the weights keep their stored dtype.
     monkeypatch.setattr("hf_spec.cli.loading._device", lambda name: torch.device("meta"))
     assert load_target(str(folder)).dtype == torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""The command before one of its sub-commands is chosen."""
+"""The `hf-spec` entry point without its optional packages."""
 
 from __future__ import annotations
 

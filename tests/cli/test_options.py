@@ -1,4 +1,4 @@
-"""What several commands are told; options made from settings."""
+"""Options shared by several commands, and options generated from settings classes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.cli.test_app import LEAVES
 @pytest.mark.parametrize("name", [name for name in LEAVES if "card" not in name])
 def test_every_command_that_loads_a_model_has_both_options(name: str) -> None:
     parameters = {one.name: one for one in LEAVES[name].params}
-    # `export` reads no more than the target's config.
+    # `export` reads only the target's config.
     if "model" not in parameters or name == "export":
         assert name in {"push", "demo", "import-head", "export", "shrink"}
         return
@@ -112,7 +112,7 @@ class Outer(Settings):
 
 
 class TestOptionsFromSettings:
-    """A command with settings, whose defaults are not all those of the class."""
+    """Options of a command that overrides some defaults of its settings."""
 
     @pytest.fixture
     def call(self) -> Any:
@@ -195,7 +195,7 @@ OTHER = Inner2(2)
 
 
 def help_only(*, settings: Outer) -> None:
-    """Nothing."""
+    """Do nothing; only the help is used."""
 
 
 SETTINGS_OF = {

@@ -1,4 +1,4 @@
-"""`hf-spec serve`: as a process of its own, asked by OpenAI's client, and ended."""
+"""`hf-spec serve` as a separate process: requests of the OpenAI client, and shutdown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_it_serves_until_it_is_told_to_stop(folder: Path, tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_it_ends_within_ten_seconds_whatever_it_does(folder: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Streams, half a request, and chat templates that run for minutes."""
+    """Stop during a request, a partial request, and chat templates that run for minutes."""
     given = arguments_of(["--model", str(folder), "--strategy", "lookup", "--out", "unused"])
     command = [*commands(given)[SPECULATIVE], "--trust-request-chat-template"]
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

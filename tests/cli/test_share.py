@@ -1,4 +1,4 @@
-"""`hf-spec import-head`, `export`, `shrink`, `card` and `push`, as they are called."""
+"""Command-line tests of `hf-spec import-head`, `export`, `shrink`, `card` and `push`."""
 
 from __future__ import annotations
 

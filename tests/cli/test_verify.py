@@ -1,4 +1,4 @@
-"""`hf-spec verify`: its report, its file and its status."""
+"""`hf-spec verify`: report, output file and exit status."""
 
 from __future__ import annotations
 

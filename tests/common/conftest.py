@@ -1,3 +1,3 @@
-"""The tokenizer and the prompts of the benchmarks' tests."""
+"""Fixtures of the benchmark tests: the tokenizer and the prompts."""
 
 from tests.evaluation.bench.conftest import *  # noqa: F403

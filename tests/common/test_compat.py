@@ -1,4 +1,4 @@
-"""The cache argument under each of its names."""
+"""The cache argument of models and `generate()` under each of its names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8]])
 
 
 class CachesAs(torch.nn.Module):
-    """A forward with one cache parameter, as releases and remote code name it."""
+    """Module whose forward has one cache parameter, with a name used by a release."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -58,7 +58,7 @@ def test_a_function_without_a_cache_has_no_name_for_it() -> None:
 
 
 def test_a_dictionary_of_that_name_is_no_cache() -> None:
-    """That of XLM and Flaubert."""
+    """XLM and Flaubert have a `cache` parameter that is a dictionary."""
 
     def forward(input_ids: Any, cache: dict[str, Any] | None = None) -> None: ...
 
@@ -99,7 +99,7 @@ def test_a_cache_of_states_has_no_length() -> None:
 
 
 class Renamed(transformers.LlamaForCausalLM):
-    """What a release would look like that renames the parameter once more."""
+    """Model of a hypothetical release that renames the cache parameter again."""
 
     def forward(  # type: ignore[override]
         self, input_ids: Any = None, past: Cache | None = None, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Errors: their classes, and what is left behind when a generation breaks off in the middle."""
+"""Error classes, and the state of models after an exception during generation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny_models import build, repetitive_prompt
 
 PROMPT = repetitive_prompt()
 
-# One model that takes the packed path, one that needs rectangles and a patched position bias.
+# One model with packed inputs, one that needs padded inputs and a patched position bias.
 TARGETS = ["llama", "bloom"]
 
 
@@ -43,7 +43,7 @@ def test_choices_say_what_was_meant() -> None:
 
 @pytest.fixture(params=TARGETS)
 def target(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
-    """A model that must be as it was, and still generate the same, after the test."""
+    """Yield a model, then check that it is unchanged and still generates the same output."""
     model = build(request.param)
     plain = model.generate(PROMPT, max_new_tokens=12)
     before = snapshot(model)

@@ -1,4 +1,4 @@
-"""What is written appears whole, replaces what was there, and leaves nothing when it fails."""
+"""Atomic writes, which replace old contents and leave nothing after a failure; reading lines."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_lines_of_a_killed_run_are_read_again(tmp_path: Path) -> None:
     assert path.read_text().endswith('{"id": 2}\n')
     with pytest.raises(OptionError, match=r"was made with seed=1 \(now 2\)"):
         resume_lines(path, {**head, "seed": 2})
-    # Killed while it wrote the head.
+    # The run was killed while writing the header line.
     path.write_text('{"format"')
     assert resume_lines(path, head) == []
     assert json.loads(path.read_text()) == head

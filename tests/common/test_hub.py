@@ -1,4 +1,4 @@
-"""Names of models: a folder, a Hub that answers, a cache, or one clear sentence."""
+"""Model names: folders, Hub ids, cached models, and clear errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny_models import build
 
 @pytest.fixture
 def nobody(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> LocalHub:  # noqa: F811
-    """Nothing listens any more where the Hub is looked for, and nobody tries again."""
+    """Point the Hub address to a closed port, and fail on retries."""
     address = closed_port()
     template = address + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", address)

@@ -1,4 +1,4 @@
-"""One definition of the install command, never by name; detection of the `hf-spec` command."""
+"""The install command, which never uses the package name; detection of the `hf-spec` command."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from hf_spec.common.installing import WHERE, how_to_install, install_command, started_as_command
 
 ROOT = Path(__file__).parents[2]
-# What users read. The log of changes also tells what was once said.
+# Files that users read. The CHANGELOG may also cite earlier commands.
 TEXTS = [
     path
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*", "hf_spec/**/*.py", "kernels/**/*.py")
     for path in sorted(ROOT.glob(pattern))
     if path.suffix in {".md", ".py", ".txt", ".ipynb"} and path.name != "CHANGELOG.md"
 ]
-# pip may be told other packages, options and folders, such as ".[demo]".
+# Other packages, options and folders, such as ".[demo]", are allowed.
 BY_NAME = re.compile(r"pip3? install [^`\n&;|#]*?(?<![\w/.])hf[-_]spec(?![\w/])")
 
 

@@ -1,4 +1,4 @@
-"""What is recorded of the machine."""
+"""Recorded properties of the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_environment() -> None:
     assert found["torch"] == torch.__version__
     assert found["cpu"]
     assert environment(torch.device("cpu"))["device"] == found["cpu"]
-    # Without a checkout neither is there.
+    # Outside a checkout both keys are missing.
     assert ("commit" in found) == ("commit_changed" in found)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of a generation: what each name counts."""
+"""Statistics of a generation: the counters and how they add up."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class TestPrinted:
         assert "rows                2" in lines
         assert "target forwards     1  2.50 tokens each" in lines
         assert "padding             2  25% of the target's work" in lines
-        # Nothing was drafted, so there is nothing to say of it.
+        # Without drafts there are no rows about them.
         assert not any(line.startswith(("accepted", "tau")) for line in lines)
 
     def test_nothing_yet(self) -> None:
@@ -135,7 +135,7 @@ def test_statistics_of_a_generation_are_consistent(strategy: str, kind: str) -> 
     assert isinstance(output, GenerateDecoderOnlyOutput)
     stats = output.spec_stats
     for row in stats.rows:
-        # Sixteen tokens: the accepted ones and a bonus per round, but perhaps in the last.
+        # Sixteen tokens: the accepted ones and a bonus token per round, optional in the last.
         assert 16 - row.target_forwards <= row.accepted_tokens <= 17 - row.target_forwards
         assert row.target_forwards <= stats.target_forwards
         assert sum(row.accepted_by_position) == row.accepted_tokens

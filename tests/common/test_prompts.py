@@ -1,4 +1,4 @@
-"""The package's 60 prompts, the user's own, and how they become token ids."""
+"""The package's 60 prompts, user files, and conversion to token ids."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_run_of_words_is_enough() -> None:
     assert ids_without_overlap(
         f"Once upon a time: {' '.join(middle).upper()}! And so on.", "another one"
     ) == ["1"]
-    # Fewer words in a row are found anywhere.
+    # Shorter runs of words are too common to count.
     assert ids_without_overlap(" ".join(words[40:46])) == ["0"]
 
 

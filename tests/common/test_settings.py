@@ -1,4 +1,4 @@
-"""Settings say of themselves what a command line and a check need to know."""
+"""Settings classes: help texts, option names and checks derived from their fields."""
 
 from __future__ import annotations
 

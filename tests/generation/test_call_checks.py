@@ -1,4 +1,4 @@
-"""Every refusal is a clear error before the first forward pass and leaves the model as it was."""
+"""Unsupported calls raise a clear error before any forward pass and do not change the model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TestSettings:
         assert torch.equal(model.generate(**call, spec_strategy="lookup"), model.generate(**call))
 
     def test_a_static_cache_is_the_storage_that_there_is_anyway(self) -> None:
-        """None is made, also where a config selects it; what comes back is an ordinary one."""
+        """No static cache is created, even if a config selects it; a `DynamicCache` is returned."""
         model = small_llama()
         config = GenerationConfig(cache_implementation="static", return_dict_in_generate=True)
         call = {"max_new_tokens": 6, "spec_strategy": "lookup"}
@@ -197,7 +197,7 @@ class TestPrompts:
         batch = ragged_batch()
         flipped = {name: tensor.flip(1) for name, tensor in batch.items()}
         refuse(r"rows \[1, 2, 3, 4\] end in padding.*padding_side = 'left'", **flipped)
-        # Found by generate() itself where no mask is given.
+        # Without a mask, `generate()` finds the padding from `pad_token_id`.
         refuse("end in padding", input_ids=flipped["input_ids"], pad_token_id=0)
 
     def test_a_row_of_padding_alone(self) -> None:
@@ -327,7 +327,7 @@ class TestStreamers:
         "call", [ragged_batch(), {"num_return_sequences": 2, "do_sample": True}]
     )
     def test_the_prompts_of_several_sequences_are_not_streamed(self, call: dict[str, Any]) -> None:
-        """The text streamer of transformers raises an error there that names no alternative."""
+        """The error names an alternative, which the error of `TextStreamer` does not."""
         streamer = TextStreamer(tokenizer())
         refuse(r"TextStreamer follows one sequence.*BatchTextStreamer", streamer=streamer, **call)
 
@@ -336,7 +336,7 @@ class TestStreamers:
 
 
 class TestServedAfterAll:
-    """Unusual calls that plain generate() takes, and so do we."""
+    """Unusual calls behave as in plain `generate()`."""
 
     def test_no_prompt_starts_from_the_bos_token(self) -> None:
         model = build("llama")
@@ -370,7 +370,7 @@ class TestServedAfterAll:
         plain = model.generate(**call)
         drafted = model.generate(**call, spec_strategy="lookup")
         assert drafted.scores[0].dtype == plain.scores[0].dtype == torch.float32
-        # Rounding may decide between two tokens whose logits are neighbours in bfloat16.
+        # Rounding may decide between two tokens with adjacent bfloat16 logits.
         new = slice(PROMPT.shape[1], None)
         pairs = list(zip(plain.sequences[0, new], drafted.sequences[0, new], strict=True))
         same = next((step for step, (one, other) in enumerate(pairs) if one != other), len(pairs))
@@ -390,5 +390,5 @@ class TestServedAfterAll:
             return_dict_in_generate=True,
         )
         assert torch.equal(drafted.sequences, plain)
-        # Thirteen tokens in blocks of five drafts and a bonus.
+        # Thirteen tokens in rounds of five draft tokens and a bonus token.
         assert drafted.spec_stats.target_forwards == 3

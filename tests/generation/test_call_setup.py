@@ -120,8 +120,8 @@ def test_stop_strings_become_a_criterion() -> None:
         stop_strings_to_criteria(["ba"], {})
 
 
-# Settings that strategies support, each with a value that is not the default. They are those that
-# `generate()` itself turns into inputs, processors and stopping criteria, or that shape the output.
+# Settings that strategies support, each with a value that is not the default. `generate()` turns
+# them into inputs, processors and stopping criteria, or they change the output format.
 SUPPORTED: dict[str, Any] = {
     "max_length": 30,
     "max_new_tokens": 9,
@@ -161,7 +161,7 @@ SUPPORTED: dict[str, Any] = {
     "eos_token_id": [25, 76],
     "decoder_start_token_id": 9,
 }
-# Settings that do not affect a call with a strategy, and why.
+# Settings that do not affect a call with a strategy, with the reason.
 IRRELEVANT = {
     **dict.fromkeys(
         (
@@ -189,7 +189,7 @@ IRRELEVANT = {
 
 
 def test_every_field_of_a_generation_config_is_known() -> None:
-    """A new one in a new version of transformers is to be supported, refused or explained."""
+    """Fields added by new versions of transformers must be supported, rejected or explained."""
     fields = set(vars(GenerationConfig())) - set(STORED)
     kinds = [
         set(SUPPORTED),
@@ -203,7 +203,7 @@ def test_every_field_of_a_generation_config_is_known() -> None:
 
 
 def test_every_argument_of_generate_is_known() -> None:
-    """Attributes that are not settings."""
+    """Arguments of `generate()` that are not settings are supported or rejected."""
     parameters = inspect.signature(original_generate()).parameters
     understood = {
         "self",
@@ -215,7 +215,7 @@ def test_every_argument_of_generate_is_known() -> None:
         "streamer",
         "kwargs",
     }
-    # Passed as `kwargs` by newer versions, and to be removed from older ones.
+    # Not every version of transformers has these as named parameters.
     assert set(parameters) - understood <= {*UNSUPPORTED_ARGUMENTS, "use_model_defaults"}
 
 
@@ -226,7 +226,7 @@ def test_supported_settings_have_their_effect(name: str) -> None:
         del call["max_new_tokens"]
     if name == "stop_strings":
         call["tokenizer"] = tiny_models.tokenizer()
-    # One token remains, so sampling is deterministic.
+    # With top_k=1 sampling is deterministic.
     if name in {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"} or "cutoff" in name:
         call.update({"do_sample": True, "top_k": 1})
     if name == "exponential_decay_length_penalty":
@@ -244,7 +244,7 @@ CASES = [
     ("lookup", "num_assistant_tokens", 5, r"LookupConfig\(max_draft_tokens=5\)"),
     ("sdsat", "num_assistant_tokens", 5, r"SdsatConfig\(num_adaptive=5\)"),
     ("none", "num_assistant_tokens", 5, "leave it out"),
-    # Also the default, where the call itself names it.
+    # The default value, passed explicitly.
     ("draft", "num_assistant_tokens", 20, r"DraftConfig\(max_draft_tokens=20\)"),
     ("tree", "num_assistant_tokens_schedule", "constant", r"\(length_policy='static'\)"),
     ("draft", "num_assistant_tokens_schedule", "heuristic", r"\(length_policy='heuristic'\)"),
@@ -276,7 +276,7 @@ class TestReplaced:
         assert {name for _, name, *_ in CASES} == set(REPLACED_BY)
 
     def test_the_named_options_exist(self) -> None:
-        """The call that each message proposes works."""
+        """The options named in the messages work."""
         model, draft = build("llama"), build("llama", seed=1)
         prompt = ragged_batch()
         plain = model.generate(**prompt, max_new_tokens=4, pad_token_id=0)
@@ -304,7 +304,7 @@ class TestReplaced:
 
 
 class TestStored:
-    """Values that the user did not set."""
+    """Values stored in generation configs, which the user did not set."""
 
     @pytest.fixture(autouse=True)
     def forget(self) -> None:
@@ -319,7 +319,7 @@ class TestStored:
         return [record.getMessage() for record in caplog.records if record.name == ours]
 
     def test_defaults_are_silent(self, caplog: pytest.LogCaptureFixture) -> None:
-        """As files store them that older versions wrote."""
+        """Files written by older versions contain these defaults."""
         model = copy.deepcopy(build("llama"))
         defaults = GenerationConfig._get_default_generation_params()
         for name in REPLACED_BY:
@@ -335,7 +335,7 @@ class TestStored:
         model.generation_config.num_assistant_tokens = 5
         for _ in range(2):
             self.generate(model)
-            # The model's own config, with something else changed.
+            # The model's own config with another setting changed.
             config = copy.deepcopy(model.generation_config)
             config.repetition_penalty = 1.1
             self.generate(model, generation_config=config)
@@ -343,7 +343,7 @@ class TestStored:
         assert message.startswith("model.generation_config: num_assistant_tokens=5 is a setting of")
 
     def test_an_assistant_whose_config_chose(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Settings of draft lengths in transformers' own assisted generation."""
+        """A length for transformers' assisted generation, stored on an assistant, warns."""
         model, draft = build("llama"), copy.deepcopy(build("llama", seed=1))
         draft.generation_config.num_assistant_tokens = 5
         for assistant in (draft, [draft]):

@@ -1,4 +1,4 @@
-"""What `inspect.signature` and `help()` say of `generate()`: all of transformers', and ours."""
+"""Signature and docstring of `generate()`: those of transformers plus the added arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_signature_is_that_of_transformers_and_ours(name: str) -> None:
     assert {p.kind for p in ours} == {Parameter.KEYWORD_ONLY}
     assert {p.default for p in ours} == {None}
     assert described.return_annotation == original.return_annotation
-    # Nothing of the text is lost, and every addition stands in it once, in the list of arguments.
+    # The docstring keeps its text and has every addition once, in the list of arguments.
     without = text
     for added in ADDED[name]:
         assert len(re.findall(rf"^ *{added} \(`", text, re.MULTILINE)) == 1

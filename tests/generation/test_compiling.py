@@ -1,4 +1,4 @@
-"""`hf_spec.compile`: what it reports, a machine without a compiler, and how it is turned off."""
+"""`hf_spec.compile`: its report, machines without a compiler, and turning it off."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_only_the_first_call_warms_up() -> None:
         return len(forwards) - stats.target_forwards
 
     assert [call() for _ in range(3)] == [4, 0, 0]
-    # The report is that of a new trial.
+    # An explicit compile() runs a new trial for its report.
     forwards.clear()
     hf_spec.compile(target)
     assert len(forwards) == 2

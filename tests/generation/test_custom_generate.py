@@ -1,4 +1,4 @@
-"""An adapter's `custom_generate/`: it works where it is trusted, and is never run elsewhere."""
+"""An adapter's `custom_generate/`: it runs only if it is trusted."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.adapters.samples import GREEDY, METHODS, PROMPT, fresh_model, plain, 
 from tests.tiny_models import build, ragged_batch
 
 EXAMPLES = Path(__file__).parents[2] / "examples/adapters"
-# The others are heads in the layout of those that others publish.
+# The other examples are heads in a published layout.
 ADAPTERS = sorted(file.parent for file in EXAMPLES.glob("*/adapter_config.json"))
 
 
 @pytest.fixture(autouse=True)
 def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies the code to a cache of its own."""
+    """Use a temporary cache for the code that transformers copies."""
     cache = str(tmp_path / "modules")
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
     monkeypatch.syspath_prepend(cache)

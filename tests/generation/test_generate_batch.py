@@ -1,4 +1,4 @@
-"""`generate_batch` with a strategy: every sequence as alone, in order, and what is refused."""
+"""`generate_batch` with a strategy: every sequence as if generated alone, and rejected calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PROMPTS = [
 
 
 def alone(name: str, prompt: list[int], **options: Any) -> list[int]:
-    """What plain `generate()` says to one prompt."""
+    """Return the new tokens of plain `generate()` for one prompt."""
     given: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, **options}
     ids = torch.tensor([prompt])
     output = tiny_models.build(name).generate(ids, attention_mask=torch.ones_like(ids), **given)
@@ -65,7 +65,7 @@ def check(name: str, strategy: str = "lookup", **options: Any) -> SpecBatchOutpu
 
 
 class Counting(LogitsProcessor):
-    """Forbids a token that depends on how often it was called."""
+    """Processor with state: it forces the token of rank `calls % 3`."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -91,7 +91,7 @@ class StopOnEvent(StoppingCriteria):
 
 
 def ends(name: str) -> list[int]:
-    """Ends of sequence that some prompts meet early."""
+    """Return EOS tokens that some prompts generate early."""
     return [alone(name, prompt)[place] for place, prompt in zip((4, 7), PROMPTS, strict=False)]
 
 
@@ -117,17 +117,17 @@ class TestEverySequence:
         assert strategy == "none" or outputs.spec_stats.accepted_tokens > 0
         assert len({len(output.generated_tokens) for output in outputs.values()}) > 1
 
-    # What auto drafts depends on measured times, and on how drafts fared before.
+    # Drafts of auto depend on measured times and on earlier acceptance rates.
     @pytest.mark.by_default(strategy=FEW_STRATEGIES)
     @pytest.mark.parametrize(
         "strategy", [name for name in tiny_models.STRATEGIES if name != "auto"]
     )
     def test_drafts_as_if_nothing_had_been_in_its_place(self, strategy: str) -> None:
-        """A drafter that remembered would draft something else."""
+        """A drafter that kept state of an earlier sequence would draft different tokens."""
         given = {"max_new_tokens": 12, "do_sample": False, "max_batch": 1}
         given |= tiny_models.speculation("llama", strategy)
         if isinstance(given["spec_strategy"], str):
-            # So does what these draft without sizes.
+            # Without fixed sizes, these drafts would depend on measured times too.
             named = {"strategy": strategy}
             fields = vars(parse_strategy(strategy))
             sizes = {"max_draft_tokens": 5, "max_nodes": None}
@@ -174,7 +174,7 @@ class TestEverySequence:
         assert rule.calls == [], "sequences have copies"
 
     def test_may_be_stopped_from_outside_by_an_event(self) -> None:
-        """An event is shared by the copies: that is what it is for."""
+        """Copies of the criterion share its event."""
         ended: list[str] = []
         rule = StopOnEvent()
         given = {"max_new_tokens": 12, "do_sample": False, "max_batch": 2}
@@ -198,7 +198,7 @@ class TestEverySequence:
             assert set(output.generated_tokens) <= set(allowed[number])
 
     def test_counts_padding_tokens_of_its_prompt_as_tokens(self) -> None:
-        """As continuous batching does; `generate()` without a mask would leave them out."""
+        """Continuous batching does the same; `generate()` without a mask would hide them."""
         prompt = [0, 0, 5, 6, 5, 6]
         output = tiny_models.build("llama").generate_batch(
             [prompt], max_new_tokens=5, do_sample=False, spec_strategy="lookup"
@@ -313,7 +313,7 @@ class TestIterator:
         before = [snapshot(m) for m in watched]
         for output in self.outputs(strategy):
             assert [snapshot(m) for m in watched] == before
-            # The model may be used meanwhile, by another batch too.
+            # Between outputs the model may be used, even by another batch.
             other = tiny_models.build("llama").generate_batch_iter(
                 PROMPTS[:1], max_new_tokens=3, do_sample=False, spec_strategy="lookup"
             )

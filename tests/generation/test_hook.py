@@ -1,4 +1,4 @@
-"""The wrapper on generate(): out of the way without a strategy, in force wherever one is named."""
+"""The wrapper of `generate()`: no effect without a strategy, used wherever one is named."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ PROMPT = repetitive_prompt()
 
 @pytest.fixture
 def model() -> T.PreTrainedModel:
-    """A copy of its own, whose generation config may be changed."""
+    """Return a copy of the model whose generation config may be changed."""
     return copy.deepcopy(build("llama"))
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> T.PreTrainedTokenizerFast:
-    """Token i is the character with the code 30 + i."""
+    """Return a tokenizer in which token i is the character with code 30 + i."""
     from tokenizers import Regex, Tokenizer, decoders
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
@@ -53,7 +53,7 @@ def tokenizer() -> T.PreTrainedTokenizerFast:
 
 @pytest.fixture
 def speculative_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Gains the strategy of every call that is decoded speculatively."""
+    """Record the strategy of every call that is decoded speculatively."""
     seen: list[Any] = []
     works = call_setup.make_drafter
 
@@ -165,7 +165,7 @@ class TestWhereTheStrategyComesFrom:
         model: T.PreTrainedModel,
         speculative_calls: list[Any],
     ) -> None:
-        # SmolLM2's file says that it came from a model config, which drops unknown keys.
+        # SmolLM2's file has `_from_model_config` set, which drops unknown keys.
         config = GenerationConfig(max_new_tokens=4)
         config._from_model_config = from_model_config
         config.spec_strategy = value
@@ -245,7 +245,7 @@ class TestStoredAssistants:
     def test_objects_reach_models_that_move_arguments_into_a_config(
         self, model: T.PreTrainedModel
     ) -> None:
-        """As Whisper's own `generate()` does before it calls this one."""
+        """Whisper's own `generate()` does this before it calls this one."""
         config = GenerationConfig(max_new_tokens=9)
         given = {"spec_strategy": "draft", "assistant": truncated_draft(model, 2)}
         left = config.update(**given)
@@ -260,7 +260,7 @@ class TestStoredAssistants:
 
 
 class TestAssistedDecodingOfTransformers:
-    """The assistant's own generate() must stay plain, whatever is stored where."""
+    """Assisted generation of transformers never uses a stored strategy."""
 
     def assisted(self, target: T.PreTrainedModel, draft: T.PreTrainedModel) -> Tensor:
         return target.generate(PROMPT, assistant_model=draft, max_new_tokens=8)
@@ -367,7 +367,7 @@ class TestCallers:
 class TestStopStrings:
     @pytest.fixture
     def stop(self, model: T.PreTrainedModel, tokenizer: Any) -> str:
-        """Two characters in the middle of the output."""
+        """Return two characters from the middle of the output."""
         return tokenizer.decode(model.generate(PROMPT, max_new_tokens=12)[0, 21 + 6 : 21 + 8])
 
     @pytest.mark.parametrize("where", ["call", "generation_config", "model"])
@@ -440,7 +440,7 @@ class TestOutputs:
         out = model.generate(PROMPT, **call, spec_strategy="lookup")
         assert out.shape == (3, 27)
         assert torch.equal(out[:, :21], PROMPT.expand(3, -1))
-        # A single choice per step makes sampling certain.
+        # With top_k=1 sampling is deterministic.
         call["top_k"] = 1
         assert torch.equal(
             model.generate(PROMPT, **call, spec_strategy="lookup"), model.generate(PROMPT, **call)

@@ -1,4 +1,4 @@
-"""Calls of `generate()` inside a call: each follows the model as it is at that moment."""
+"""Nested calls of `generate()`: each uses the current state of the model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CALL: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 
 @pytest.fixture(autouse=True)
 def every_weight_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of tiny models are too small for it to pay."""
+    """Lower the size limit: weights of tiny models are normally too small to pack."""
     monkeypatch.setattr(cpu_linear, "MIN_WEIGHT_ELEMENTS", 1)
 
 
 def check(number: int) -> list[Any]:
-    """Return what is wrong with a random nested call; nothing if all is well."""
+    """Run a random nested call; return its parameters if its output is wrong, else []."""
     dice = random.Random(number)
     name = dice.choice([n for n in ARCHITECTURES if n in tiny_models.ARCHITECTURES])
     changes = sorted(CHANGES.keys() - ({"forward"} if name in {"opt", "mixtral"} else set()))
@@ -106,7 +106,7 @@ def test_a_nested_call_under_another_adapter(how: str, compiled: bool) -> None:
 
 
 def test_an_uncompiled_call_inside_a_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the other way round; each layer runs as its own call wants it."""
+    """Tested both ways: only the compiled call runs compiled layers."""
     from hf_spec.engine.fast.layer_call import BoundLayer
 
     model, runs = copy.deepcopy(tiny_models.build("llama")), []

@@ -1,4 +1,4 @@
-"""One generation from what `generate()` prepared: its output object, and caches that go on."""
+"""One generation: its output object, and caches that later calls reuse."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def speculate(name: str, strategy: str, **options: Any) -> Any:
 
 
 def next_turn(prompt: dict[str, Tensor], sequences: Tensor) -> dict[str, Tensor]:
-    """The whole first turn and three more tokens of the user; padding stays where it was."""
+    """Return the first turn plus three new tokens as a prompt, with unchanged padding."""
     rows = sequences.shape[0]
     more = torch.arange(3 * rows).reshape(rows, 3) + 20
     mask = prompt.get("attention_mask", torch.ones_like(prompt["input_ids"]))
@@ -48,7 +48,7 @@ def next_turn(prompt: dict[str, Tensor], sequences: Tensor) -> dict[str, Tensor]
 
 
 def check_same_cache(actual: DynamicCache, expected: DynamicCache, masks: Tensor) -> None:
-    """Same layers and shapes; same keys and values wherever there is a real token."""
+    """Check for equal layers and shapes, and equal keys and values of all real tokens."""
     assert type(actual) is type(expected)
     assert actual.get_seq_length() == expected.get_seq_length()
     for ours, theirs in zip(actual.layers, expected.layers, strict=True):
@@ -64,14 +64,14 @@ def check_same_cache(actual: DynamicCache, expected: DynamicCache, masks: Tensor
 
 
 class Hesitant(NodeDraw):
-    """Accepts no draft, which is exact too."""
+    """Verifier that accepts no draft token, which is also lossless."""
 
     def _step(self, *args: Any) -> dict[int, tuple[int, int | None]]:
         return {row: (token, None) for row, (token, _) in super()._step(*args).items()}
 
 
 class HesitantDrafter(LookupDrafter):
-    """Counts its rounds and brings a rule of its own."""
+    """Drafter with its own verifier and a counter of `make_verifier()` calls."""
 
     def __init__(self) -> None:
         super().__init__(LookupConfig())
@@ -204,7 +204,7 @@ def test_several_samples_of_one_prompt(strategy: str) -> None:
 @pytest.mark.parametrize("kind", ["one", "ragged"])
 @pytest.mark.parametrize("name", CACHED)
 def test_two_turns_with_one_cache(name: str, kind: str, strategy: str) -> None:
-    """As a chat does: the second prompt repeats the first turn, whose cache is passed again."""
+    """As in a chat, the second prompt repeats the first turn and reuses its cache."""
     model, prompt = tiny_models.build(name), tiny_models.prompts(name, kind)
     theirs, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
     expected = plain(name, **prompt, **{CACHE_NAME: theirs})
@@ -232,7 +232,7 @@ def test_a_cache_goes_from_one_kind_of_call_to_the_other(
     first, second = calls if first_is_plain else reversed(calls)
     output = first(**prompt, return_dict_in_generate=True)
     again = next_turn(prompt, output.sequences)
-    # Plain generate() with a cache of its own, from the first token on.
+    # Plain `generate()` with a new cache.
     expected = plain(name, **again)
     continued = second(**again, **{CACHE_NAME: output_cache(output)})
     assert continued.tolist() == expected.tolist()
@@ -246,7 +246,7 @@ def test_a_reused_cache_is_not_computed_again(strategy: str) -> None:
     output = plain("llama", **prompt, return_dict_in_generate=True)
     again = next_turn(prompt, output.sequences)
     entering: list[int] = []
-    # The last layer is the target's alone.
+    # Only the target runs its last layer; drafters may share the others.
     handle = target.model.layers[2].self_attn.q_proj.register_forward_pre_hook(
         lambda _, args: entering.append(args[0].shape[:-1].numel())
     )
@@ -254,7 +254,7 @@ def test_a_reused_cache_is_not_computed_again(strategy: str) -> None:
         speculate("llama", strategy, **again, **{CACHE_NAME: output_cache(output)})
     finally:
         handle.remove()
-    # Per row the last token of the first turn and two of the second one, and a draft tree.
+    # Per row: the last token of the first turn, two of the second one, and a draft tree.
     rows = len(again["input_ids"])
     assert entering[0] <= rows * (3 + 16)
 
@@ -263,7 +263,7 @@ def test_a_reused_cache_is_not_computed_again(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 @pytest.mark.parametrize("name", CACHED)
 def test_a_row_that_ends_early_leaves_the_cache_of_plain_generate(name: str, strategy: str) -> None:
-    """Plain generate() runs its last token, and padding after it; a next turn attends to both."""
+    """Plain `generate()` caches its last token and padding; the next turn attends to both."""
     model, prompt = tiny_models.build(name), tiny_models.prompts(name, "ragged")
     said = plain(name, **prompt)[:, -NEW_TOKENS:]
     for place in (1, 4):
@@ -287,7 +287,7 @@ def test_a_row_that_ends_early_leaves_the_cache_of_plain_generate(name: str, str
 def test_rows_that_a_criterion_cuts_leave_the_cache_of_plain_generate(
     name: str, strategy: str, padded: bool
 ) -> None:
-    """What was accepted past a stop is stored; neither the cache nor a next turn may show it."""
+    """Tokens accepted past a stop must not appear in the cache or affect the next turn."""
     model, prompt = tiny_models.build(name), tiny_models.prompts(name, "ragged")
     said = plain(name, **prompt)[:, -NEW_TOKENS:]
     rules = [criteria.AfterCalls(7), criteria.EachRowSays([int(said[3, 2])])]
@@ -319,7 +319,7 @@ def test_the_forward_for_the_cache_is_counted(kind: str) -> None:
 
 
 class Slow(StoppingCriteria):
-    """Makes each token take a moment."""
+    """Criterion that never stops and delays each token by 20 ms."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         time.sleep(0.02)
@@ -340,7 +340,7 @@ def test_max_time_stops_early(strategy: str) -> None:
 
 
 def test_a_prompt_without_a_mask_is_all_text() -> None:
-    """Tokens that look like padding count, as soon as the mask says so or there is no padding."""
+    """Padding tokens in the mask are text; without mask or padding, all tokens are."""
     ids = tiny_models.settled_prompt("llama").clone()
     ids[0, :2] = 0
     mask = torch.ones_like(ids)

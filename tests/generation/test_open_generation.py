@@ -1,4 +1,4 @@
-"""Requests for an open batch: what is checked when they come, and whose settings they have."""
+"""Requests for an open batch: checks on arrival, and settings of each request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first round that is the model's own forward: when it is taken, and what it leaves."""
+"""Prefill with the model's own forward pass: when it is used, and the state after it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMIT = 16
 
 @cache
 def longrope() -> PreTrainedModel:
-    """Its rotary frequencies change past 16 tokens."""
+    """Return a model whose rotary frequencies change past 16 tokens."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 9.0, 20.0]}
     config = T.Phi3Config(
         **{**image_cases.TEXT, "max_position_embeddings": 128},
@@ -102,7 +102,7 @@ def test_empty_inputs_say_nothing(value: Any, says: bool) -> None:
 
 
 def test_the_round_leaves_what_an_ordinary_one_leaves() -> None:
-    """Storage, hidden states and the first token are those of the engine's own prompt."""
+    """KV cache, hidden states and first token equal those of the engine's prefill."""
     model, layers = tiny_models.build("llama"), (-1,)
     batch = prompts(9, 4)
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -161,7 +161,7 @@ def test_the_names_of_other_models() -> None:
 
 
 def test_what_a_draft_model_with_an_encoder_reads() -> None:
-    """Rows may be several times the recordings."""
+    """The number of rows may be a multiple of the number of recordings."""
     ids = torch.zeros(4, 1, dtype=torch.long)
     prompt = Prompt(ids, torch.ones_like(ids), {})
     read = read_input({"inputs": sound(2)}, own_encoder(), prompt)
@@ -170,7 +170,7 @@ def test_what_a_draft_model_with_an_encoder_reads() -> None:
 
 
 def test_a_text_model_hears_nothing() -> None:
-    """It drafts by the text alone; `share_encoder_output` leaves it as it is."""
+    """A text draft model gets no encoder output; it drafts from the text alone."""
     from hf_spec.generation.own_prefill import _attend
 
     ids = torch.zeros(1, 1, dtype=torch.long)

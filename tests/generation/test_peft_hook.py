@@ -1,4 +1,4 @@
-"""PEFT learns the type HF_SPEC when somebody imports it, and not a moment earlier."""
+"""The type HF_SPEC is registered with PEFT when PEFT is imported, not earlier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_disable_gives_load_adapter_back(tmp_path: Path) -> None:
     fresh_model().load_adapter(save_sample(tmp_path, "disco"))
 
 
-# A fresh process, in which the question whether PEFT is there imports nothing.
+# For a new process: `find_spec("peft")` does not import PEFT.
 FIRST = """
 import sys, hf_spec, importlib.util
 assert importlib.util.find_spec("peft") and "peft" not in sys.modules
@@ -52,7 +52,7 @@ def test_the_type_is_known_whoever_comes_first(imports: str, new_python: ForkedP
 class TestAfterImport:
     @pytest.fixture
     def heard(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
-        """Whether the module was whole, each time it had been imported."""
+        """Record after each import whether the module was complete."""
         (tmp_path / "late_module.py").write_text("value = 1\n")
         (tmp_path / "other_module.py").write_text("value = 2\n")
         monkeypatch.syspath_prepend(tmp_path)

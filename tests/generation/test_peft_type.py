@@ -1,4 +1,4 @@
-"""Adapters through PEFT: loaded, chosen, saved and taken off, and the model is always itself."""
+"""Adapters through PEFT: load, select, save and remove, with the model's output unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.adapters.samples import (
 from tests.model_watch import snapshot
 from tests.tiny_models import build
 
-# They check the version of PEFT first: transformers 5.24 rejects every release up to 0.21.
+# These methods check the version of PEFT: transformers 5.24 rejects every release up to 0.21.
 needs_accepted_peft = pytest.mark.skipif(
     Version(peft.__version__) < Version(MIN_PEFT_VERSION),
     reason=f"the adapter methods of transformers need PEFT {MIN_PEFT_VERSION}",
@@ -84,7 +84,7 @@ class TestTransformers:
         state = {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
         model.load_adapter(str(folder))
         assert torch.equal(model(PROMPT).logits, logits)
-        # Not a weight more, and none that is another.
+        # No weights were added or replaced.
         assert state == {n: id(value) for n, value in model.state_dict(keep_vars=True).items()}
         assert all(weight.requires_grad for weight in model.parameters())
         assert torch.equal(drafted(model, method), plain(build("llama")))
@@ -221,7 +221,7 @@ class TestChoosing:
             **arguments,
         )
         counters = output.spec_stats.counters
-        # Nothing can be drafted in the first and in the last round.
+        # The first and the last round have no drafts.
         return counters["draft_nodes"] / (counters["rounds"] - 2)
 
     def test_set_adapter_of_peft(self, folders: dict[str, Path]) -> None:
@@ -288,7 +288,7 @@ class TestChoosing:
 
 
 class TestLora:
-    """A LoRA of the user changes the model; the adapter beside it must not change it further."""
+    """A LoRA of the user changes the model; the draft adapter must not change it further."""
 
     def test_beside_an_assistant(self, folder: Path, method: str) -> None:
         model = lora_model()
@@ -316,7 +316,7 @@ class TestLora:
             model.set_adapter(["lora", "drafts"])
             assert torch.equal(plain(model), expected)
             assert torch.equal(drafted(model, method), expected)
-            # The name of a LoRA says nothing about drafts.
+            # Selecting a LoRA does not deactivate the draft adapter.
             model.set_adapter("lora")
             assert torch.equal(drafted(model, method), expected)
 
@@ -328,7 +328,7 @@ class TestLora:
 
 
 class TestRefused:
-    """Whatever is refused leaves the model as it was, also one that has an adapter already."""
+    """Rejected adapters leave the model unchanged, even if it already has an adapter."""
 
     @pytest.mark.parametrize("occupied", [False, True])
     @pytest.mark.parametrize("other", ["qwen2", "gpt2"])

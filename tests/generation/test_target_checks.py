@@ -1,4 +1,4 @@
-"""Checks of the target for a call: training mode, quantization, adapters of rows, lengths."""
+"""Checks of the target: training mode, quantization, adapters per row, lengths."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class TestTraining:
 
 
 def quantized(dtype: torch.dtype) -> Any:
-    """A model whose linear layers are quantized."""
+    """Return a model whose linear layers are dynamically quantized."""
     from torch.ao.quantization import quantize_dynamic
 
-    # It says that torchao will take its place.
+    # PyTorch warns that torchao will replace this function.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return quantize_dynamic(build("llama"), {torch.nn.Linear}, dtype=dtype)
@@ -51,7 +51,7 @@ def quantized(dtype: torch.dtype) -> Any:
 
 class TestQuantizeDynamic:
     def test_one_scale_for_all_tokens_of_a_forward(self) -> None:
-        """The first token is another one beside one that is large."""
+        """A token's output changes if another token in the forward pass is large."""
         model = quantized(torch.qint8)
         layer = model.model.layers[0].mlp.up_proj
         states = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
@@ -75,7 +75,7 @@ class TestQuantizeDynamic:
 
 
 def with_lora(name: str, **options: Any) -> Any:
-    """A PEFT model with two adapters that change a lot."""
+    """Return a PEFT model with two adapters that change its output a lot."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def with_lora(name: str, **options: Any) -> Any:
 
 
 class TestAdaptersOfARow:
-    """`adapter_names=` and aLoRA: exact or refused, and the model is as it was."""
+    """`adapter_names=` and aLoRA are exact or rejected, and the model is unchanged."""
 
     NAMES = ("two", "one", "__base__", "two", "one")
 
@@ -129,7 +129,7 @@ class TestAdaptersOfARow:
         with pytest.raises(UnsupportedError, match="aLoRA adapters begin at a position"):
             self.greedy(model, input_ids=ids, spec_strategy="lookup")
         assert snapshot(model.get_base_model()) == before
-        # Without its tokens the adapter does nothing.
+        # Without its invocation tokens the adapter is inactive.
         other = ids[:, ids[0] != ids[0, 30]]
         drafted = self.greedy(model, input_ids=other, spec_strategy="lookup")
         assert drafted == self.greedy(model, input_ids=other)
@@ -137,7 +137,7 @@ class TestAdaptersOfARow:
 
 INDEXED = {
     "deepseek_v32": "DeepseekV32ForCausalLM",
-    # Of its layers some take the choice of an earlier one.
+    # Some of its layers reuse the token selection of an earlier layer.
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
 }
 

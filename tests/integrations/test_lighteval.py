@@ -1,4 +1,4 @@
-"""lighteval on a model with a stored strategy: the answers of plain decoding."""
+"""lighteval on a model with a stored strategy: the same answers as plain decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.tiny_models import build
 pytestmark = pytest.mark.integration
 
 TEXTS = ("ab ab ab ab", "a b c d e f a b c", "xyz")
-# Sent in every round, whatever they cost.
+# A fixed draft length does not depend on measured costs.
 FIXED = DraftConfig(max_draft_tokens=4)
 
 
@@ -36,10 +36,10 @@ def test_answers_are_those_of_plain_decoding(batch_size: int, tmp_path: Path) ->
 
     def answers(strategy: str | DraftConfig | None) -> list[str]:
         model.generation_config.spec_strategy = strategy
-        # The target itself, so that drafts are right.
+        # The target is its own draft model, so drafts are accepted.
         folder = str(tmp_path / "model")
         model.generation_config.assistant = folder if strategy == FIXED else None
-        # Answers are stored by the model's name, and would be read there again.
+        # Separate caches: lighteval stores answers by model name and would reuse them.
         config = TransformersModelConfig(
             model_name=folder,
             batch_size=batch_size,
@@ -64,7 +64,7 @@ def test_answers_are_those_of_plain_decoding(batch_size: int, tmp_path: Path) ->
         try:
             found = TransformersModel.from_model(model, config).greedy_until(docs)
         finally:
-            # It turns gradients off.
+            # lighteval turns gradients off.
             torch.set_grad_enabled(True)
         return [response.text[0] for response in found]
 

@@ -1,6 +1,6 @@
-"""The pipelines of transformers hand a strategy and its assistant on, also for batches.
+"""Pipelines of transformers pass on a strategy and its assistant, also for batches.
 
-More of them: `generation/test_hook.py` (text), `targets/test_whisper.py` (speech recognition).
+See also `generation/test_hook.py` (text) and `targets/test_whisper.py` (speech recognition).
 """
 
 from __future__ import annotations

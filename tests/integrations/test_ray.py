@@ -1,4 +1,4 @@
-"""Ray Data: the example maps a predictor over a data set, with the real `ray` on this machine."""
+"""Ray Data: the example maps a predictor over a data set with a local `ray`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random requests after `/openapi.json`: whatever they hold, none is a failure of the server."""
+"""Random requests generated from `/openapi.json` never cause a server error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_spec.serving.routes import ChatRequest, CompletionRequest, ResponseReque
 
 pytestmark = pytest.mark.integration
 
-# A random generation config is hardly ever JSON.
+# A random string is hardly ever valid JSON.
 FIELDS = TextRequest.model_fields.keys() - {"generation_config"}
 ROUTES = {
     "/v1/chat/completions": ChatRequest.model_fields,
@@ -36,7 +36,7 @@ EXAMPLES = 60
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:  # noqa: F811
-    """A server of short answers, with every endpoint."""
+    """Start a server with short answers and every endpoint."""
     with starting(folder) as begin:
         yield begin(max_length=24, max_batch=4, management=True)
 
@@ -61,7 +61,7 @@ def check(operation: Any, statuses: set[int], data: Any) -> None:
 
 @pytest.mark.full
 def test_no_request_is_a_failure_of_the_server(served: Served) -> None:
-    # Not with its decorator of tests, which reads a private attribute of pytest.
+    # Without schemathesis's test decorator, which reads a private attribute of pytest.
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
     found: dict[str, set[int]] = {}
     for operation in (result.ok() for result in schema.get_all_operations()):
@@ -73,7 +73,7 @@ def test_no_request_is_a_failure_of_the_server(served: Served) -> None:
 
 @pytest.mark.full
 def test_with_the_name_of_the_model(served: Served) -> None:
-    """The requests of the first test end at the name; these go on to the model."""
+    """Requests with the served model's name reach the model; random names are rejected."""
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
     found: dict[str, set[int]] = {}
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
@@ -84,13 +84,13 @@ def test_with_the_name_of_the_model(served: Served) -> None:
 
 
 def named(model: str, case: Any) -> Any:
-    """A case without the fields that the endpoints do not know, and for the served model."""
+    """Return the case for the served model, without fields unknown to the endpoint."""
     known = FIELDS | (ROUTES[case.operation.path].keys() - TextRequest.model_fields.keys())
     body = case.body if isinstance(case.body, dict) else {}
     case.body = {name: value for name, value in body.items() if name in known}
     case.body["model"] = model
     if isinstance(prompt := case.body.get("prompt"), str):
-        # Syllables: random text has none that the tokenizer knows.
+        # Random text alone has no token of the tokenizer; these syllables are tokens.
         case.body["prompt"] = f"baba{prompt}"
     return case
 

@@ -1,4 +1,4 @@
-"""Heads trained here or exported, loaded by vLLM's speculators: they say what they say here."""
+"""Trained and exported heads have the same logits in vLLM's speculators as in hf_spec."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_head_says_the_same_there(
     settings = EagleTrainSettings(vocabulary_size=vocabulary)
     texts = stored_texts(target, responses, tmp_path / "features", (2, 4, 5, 8))
     made = new_head(target, texts, settings, tmp_path / "head")
-    # Weights of their own in every place.
+    # Give every weight matrix its own random values.
     tensors = {
         name: torch.randn_like(t) * 0.3 if t.is_floating_point() and t.ndim > 1 else t
         for name, t in made.tensors.items()
@@ -56,7 +56,7 @@ def test_a_head_says_the_same_there(
 def test_an_exported_head_says_the_same_there(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Published in other layouts, and with the norms of later versions."""
+    """Export heads of other layouts, and one with the norms of EAGLE-3.1."""
     target = saved_target(tmp_path, monkeypatch, tiny("llama"))
     source = heads.sample("eagle3").folder if kind == "EAGLE-3.1" else heads.sample(kind).folder
     if kind == "EAGLE-3.1":
@@ -69,10 +69,10 @@ def test_an_exported_head_says_the_same_there(
 
 
 def compared(folder: Path, target: Any) -> torch.Tensor:
-    """Logits of the package's model of a head, which are those of ours."""
+    """Return the logits of a head in speculators, after checking that they equal hf_spec's."""
     head = build(known_head(folder), target)
     theirs = Eagle3DraftModel.from_pretrained(folder).eval().float()
-    # The embedding is the target's, which a file of the head would only repeat.
+    # The head's file has no embedding, because it uses the target's.
     theirs.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
 
     tokens = torch.randint(3, 90, (1, 12))

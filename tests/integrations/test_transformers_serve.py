@@ -1,4 +1,4 @@
-"""`transformers serve` itself, in a process that imports hf_spec: it follows a stored strategy."""
+"""`transformers serve`, in a process that imports hf_spec, uses a stored strategy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = ["babebi", "cacecacece", "dadedadede"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The tiny Llama with a strategy in its `generation_config.json`."""
+    """Save the tiny Llama with a strategy in its `generation_config.json`."""
     model: Any = copy.deepcopy(tiny_models.build("llama"))
     model.generation_config.spec_strategy = LookupConfig(max_draft_tokens=3).to_dict()
     model.save_pretrained(tmp_path)
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def served(folder: Path) -> Iterator[Serve]:
-    """The command's own class, as its own tests start it."""
+    """Start the command's `Serve` class as the tests of transformers do."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -75,7 +75,7 @@ def test_it_follows_a_stored_strategy_and_answers_as_plain(folder: Path, served:
 
 
 def _watched(generate: Callable[..., Any], found: list[SpecStats], *args: Any, **given: Any) -> Any:
-    # Statistics are collected in the thread that generates, which is the server's.
+    # Statistics are collected per thread, and the server generates in its own thread.
     with collect_stats() as stats:
         output = generate(*args, **given)
     found += stats

@@ -1,6 +1,6 @@
-"""TRL with strategies in `generation_kwargs`: rollouts of a policy whose weights change every step.
+"""TRL with strategies in `generation_kwargs`: rollouts of a policy that changes every step.
 
-Every rollout is compared with one of plain `generate()` on the same policy at the same moment.
+Every rollout is compared with plain `generate()` on the same policy at the same step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests import tiny_models
 from tests.identity import assert_identical
 
 pytest.importorskip("trl", reason="needs the extra 'rl'")
-# A message of the experimental trainers to their users.
+# Silences a message of TRL's experimental trainers.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from datasets import Dataset
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.integration
 
 STEPS = 3
 NEW_TOKENS = 20
-# Wide enough that products on the CPU use packed weights.
+# Wide enough that matmuls on the CPU use packed weights.
 WIDE = {**tiny_models.LLAMA_LIKE, "hidden_size": 256, "intermediate_size": 256}
 FEW_TOKENS = 400
 
@@ -68,19 +68,19 @@ def prompts() -> list[str]:
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Each better than the one before, so that every step teaches something."""
+    """Return increasing rewards, so that every step changes the policy."""
     return [float(place) for place in range(len(completions))]
 
 
 @dataclass
 class Rollouts:
-    """What the rollouts of a training were like.
+    """Recorded rollouts of a training run.
 
     Attributes:
-        said: their sequences, one tensor a rollout, compared with those of plain `generate()`.
-        weights: what the policy's weights added up to.
-        stats: what speculation did.
-        packed: bytes of packed weights in each.
+        said: sequences of each rollout, already compared with plain `generate()`.
+        weights: sum of the policy's weights at each rollout.
+        stats: statistics of the generations.
+        packed: bytes of packed weights after each rollout.
     """
 
     said: list[Any] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Rollouts:
     packed: list[int] = field(default_factory=list)
 
     def watch(self, trainer: Any, method: str = "generate") -> None:
-        """Let the policy note its rollouts."""
+        """Wrap the policy's `method` to record and check its rollouts."""
         policy = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         own = getattr(policy, method)
 
@@ -99,7 +99,7 @@ class Rollouts:
             self.packed.append(cpu_packing_bytes())
             plain = copy.deepcopy(generation_config)
             plain.spec_strategy = None
-            # At once: the next step changes the policy.
+            # Compare now, because the next step changes the policy.
             call = {**options, "spec_strategy": generation_config.spec_strategy}
             assert_identical(policy, call, said, own(*args, generation_config=plain, **options))
             self.said.append(said)
@@ -153,7 +153,7 @@ def grpo(policy: PreTrainedModel, folder: Path, strategy: dict[str, Any], **opti
 def online_dpo(
     policy: PreTrainedModel, folder: Path, strategy: dict[str, Any], **options: Any
 ) -> Any:
-    # With gradient checkpointing, its default, TRL asks for rollouts without a cache.
+    # With gradient checkpointing, the default, TRL disables the cache of rollouts.
     generation = {"do_sample": False, "use_cache": True, **strategy}
     args = OnlineDPOConfig(
         **settings(folder, **options),
@@ -182,7 +182,7 @@ def train(trainer: Any, method: str = "generate") -> Rollouts:
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a draft model, as the first layers of the policy were at first."""
+    """Save a draft model: the first two layers of the untrained policy."""
     folder = tmp_path_factory.mktemp("draft")
     hf_spec.truncated_draft(new_policy(), 2).save_pretrained(folder)
     return str(folder)
@@ -221,7 +221,7 @@ def test_dropout_in_the_policy_is_refused(tmp_path: Path) -> None:
 
 
 def test_weights_from_elsewhere_are_used_at_once(tmp_path: Path) -> None:
-    """As a checkpoint or another process brings them, past everything that counts changes."""
+    """Loaded or received weights change `parameter.data`, which no version counter tracks."""
     trainer = grpo(new_policy(), tmp_path, {"spec_strategy": "lookup"})
     found = Rollouts()
     found.watch(trainer)
@@ -238,11 +238,11 @@ def test_weights_from_elsewhere_are_used_at_once(tmp_path: Path) -> None:
 
 
 def test_samples_follow_the_trained_policy(tmp_path: Path) -> None:
-    """Second tokens, which were drafted, beside what plain forwards say of them."""
+    """Sampled second tokens, which were drafted, follow the probabilities of the policy."""
     trainer = grpo(new_policy(), tmp_path, {"spec_strategy": "lookup", "do_sample": True})
     trainer.train()
     policy = trainer.model.eval()
-    # Short: every draw computes it.
+    # Short, because the prompt is computed for every draw.
     text = tiny_models.settled_prompt("llama")[:, -12:]
     with torch.no_grad():
         first = policy(text).logits[0, -1].softmax(-1)

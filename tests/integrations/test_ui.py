@@ -1,4 +1,4 @@
-"""`hf-spec ui` as a process of its own, used in a real browser without a window."""
+"""`hf-spec ui` as a separate process, used in a real headless browser."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ pytestmark = [
     ),
 ]
 
-# Seconds: nothing here waits longer.
+# Timeout in seconds.
 LIMIT = 90
 NEW_TOKENS = 40
 PROMPT = "babebi" * 4
-# With numbers of tokens, because measured lengths depend on the machine.
+# Fixed lengths, because automatic lengths depend on timings of the machine.
 LOOKUP, TREE = "lookup:copy_length=5", "tree:max_nodes=8,length_policy=static@truncated:2"
-# What stands below the button in the end.
+# Results of a comparison: the answers or an error.
 ENDED = ".hs-answers, .hs-refused"
 SWITCHES = (
     "--headless",
@@ -57,7 +57,7 @@ SWITCHES = (
     "--disable-component-update",
     "--disable-sync",
 )
-# The command, and a line for every address beyond this machine that it looks for.
+# Run the command, and log every connection to another machine.
 WATCHED = """
 import sys
 def watch(event, given):
@@ -73,7 +73,7 @@ main()
 
 @dataclass(frozen=True)
 class Page:
-    """The page in the browser."""
+    """The page in a browser."""
 
     browser: Any
     log: Path
@@ -90,7 +90,7 @@ class Page:
         return found
 
     def ask(self, text: str) -> None:
-        """Type a prompt, press the button, and wait for an answer or a refusal."""
+        """Type a prompt, press the button, and wait for an answer or an error."""
         before = self.all(ENDED)
         box = self.one("#prompt textarea")
         box.send_keys(Keys.CONTROL, "a")
@@ -107,7 +107,7 @@ class Page:
 
     @property
     def round(self) -> int:
-        """The number in the field of the slider, counted from 1."""
+        """Return the number in the slider's field, counted from 1."""
         return int(str(self.one("#round input[type=number]").get_attribute("value")))
 
     def boxes(self, colour: str = "") -> int:
@@ -116,7 +116,7 @@ class Page:
 
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:  # noqa: F811
-    """The address of the page, and the log of its process."""
+    """Start the page; yield its address and the log of its process."""
     log = tmp_path_factory.mktemp("ui") / "log"
     command = [sys.executable, "-c", WATCHED, "ui", str(folder)]
     command += ["--strategy", LOOKUP, "--strategy", TREE, "--port", "0"]
@@ -152,7 +152,7 @@ def page(served: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def answered(page: Page) -> Page:
-    """The page after one answer, replayed to its end."""
+    """Return the page after one answer was replayed to its end."""
     page.ask(PROMPT)
     page.one("#picture svg")
     page.wait(lambda: all(clock.is_displayed() for clock in page.all(".hs-clock")))
@@ -241,7 +241,7 @@ def test_nothing_is_wider_than_the_window(answered: Page, width: int) -> None:
 
 
 def test_nobody_else_was_asked_for_anything(answered: Page) -> None:
-    """Neither by the browser nor by the server."""
+    """Neither the browser nor the server connects to another machine."""
     messages = [json.loads(one["message"]) for one in answered.browser.get_log("performance")]
     sent = [one["message"] for one in messages]
     urls = [

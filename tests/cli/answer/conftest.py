@@ -1,4 +1,4 @@
-"""A tiny model in a folder, with a tokenizer of words and a chat template."""
+"""A tiny model in a folder, with a word-level tokenizer and a chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_spec.cli.options import AnswerSettings
 from tests.tiny_models import VOCAB, build
 
 PROMPT = " ".join(f"w{word}" for word in (11, 12, 13) * 4)
-# Every message and the place of the answer leave a mark.
+# Every role, and the start of the answer, is a word of the prompt.
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}answer"
 
 
@@ -40,7 +40,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama."""
+    """Save the tiny Llama and its tokenizer."""
     folder = tmp_path_factory.mktemp("commands") / "model"
     build("llama").save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -49,5 +49,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def responder(tokenizer: Any) -> Responder:
-    """The tiny Llama with lookup, 24 new tokens."""
+    """Return a responder of the tiny Llama with lookup and 24 new tokens."""
     return Responder(build("llama"), tokenizer, AnswerSettings("lookup", 24))

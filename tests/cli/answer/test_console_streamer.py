@@ -1,4 +1,4 @@
-"""The streamed text is whole, and its colours are the engine's own counts."""
+"""Streamed text is complete, and its colored words match the statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def green_words(page: str) -> int:
-    """Words between the codes that switch the colour on and off."""
+    """Count words between the codes that switch the color on and off."""
     return sum(len(part.split(PLAIN)[0].split()) for part in page.split(GREEN)[1:])
 
 
@@ -29,7 +29,7 @@ def test_coloured_are_the_accepted_draft_tokens(responder: Responder, max_new_to
     console = Console(file=page, force_terminal=True, color_system="standard", width=40)
     streamer = ConsoleStreamer(responder.tokenizer, console, "green")
     responder.settings = AnswerSettings("lookup", max_new_tokens)
-    # After a text in which the model has begun to repeat itself, drafts are accepted.
+    # The model already repeats itself in this prompt, so drafts are accepted.
     ids = settled_prompt("llama")
     output: Any = responder.generate(ids, streamer)
     new = output.sequences[0, ids.shape[1] :]
@@ -52,7 +52,7 @@ def test_an_accepted_end_is_not_shown(responder: Responder) -> None:
     page = io.StringIO()
     console = Console(file=page, force_terminal=True, color_system="standard")
     streamer = ConsoleStreamer(responder.tokenizer, console, "green")
-    # A round that ends with an accepted end of text: no token of the target follows.
+    # A round that ends with an accepted EOS token has no bonus token.
     streamer.put_row(0, [11, 12, responder.tokenizer.eos_token_id])
     streamer.end_row(0)
     assert green_words(page.getvalue()) == 2

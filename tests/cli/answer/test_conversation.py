@@ -1,4 +1,4 @@
-"""A conversation with lines fed in: history, commands, colours, and what goes wrong."""
+"""A conversation with scripted input: history, commands, colors, and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiny_models import build
 
 
 class Talk:
-    """A conversation whose lines are known beforehand; `page` is what the user saw."""
+    """Conversation with scripted input; `page` holds the output."""
 
     def __init__(self, responder: Responder, monkeypatch: pytest.MonkeyPatch):
         self.page = io.StringIO()
@@ -44,7 +44,7 @@ def talk(responder: Responder, monkeypatch: pytest.MonkeyPatch) -> Talk:
 
 
 def answer_to(text: str) -> str:
-    """What plain generate() makes of a conversation in the chat template."""
+    """Return the answer of plain `generate()` to a rendered chat template."""
     ids = make_tokenizer()(text, return_tensors="pt")["input_ids"]
     output = build("llama").generate(ids, max_new_tokens=24, do_sample=False)
     return make_tokenizer().decode(output[0, ids.shape[1] :], skip_special_tokens=True)
@@ -94,7 +94,7 @@ def test_another_strategy(talk: Talk) -> None:
     page = talk.say("/strategy none", "w11", "/strategy", "/strategy nonsense", "w12")
     assert "unknown spec_strategy 'nonsense'" in page
     assert talk.conversation.responder.entry.name == "none"
-    # Nothing is drafted, so nothing is coloured.
+    # Without drafts no word is colored.
     assert green_words(page) == 0
     assert len(talk.conversation.messages) == 5
 
@@ -135,7 +135,7 @@ def test_ctrl_c_cuts_an_answer_short(
     assert cut
     assert whole.startswith(cut.strip())
     assert len(cut) < len(whole)
-    # The model is as it was.
+    # The model still works.
     assert responder.generate(torch.arange(9, 15)[None]).sequences.shape[1] == 30
 
 

@@ -1,4 +1,4 @@
-"""`hf-spec generate`: prompts from everywhere, and the text of plain generate()."""
+"""`hf-spec generate`: sources of the prompt, and the same text as plain `generate()`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_json(folder: Path, continued: str) -> None:
     assert found["text"] == continued
     assert make_tokenizer().decode(found["token_ids"]) == continued
     assert found["prompt_tokens"] == 12
-    # The draft model is the target, so that five of six tokens are accepted drafts.
+    # The draft model is the target, so five of every six tokens are accepted drafts.
     assert found["stats"]["accepted_tokens"] == sum(found["stats"]["accepted_by_position"]) == 20
     assert found["stats"]["new_tokens"] == 24
 

@@ -1,4 +1,4 @@
-"""Every row of statistics has its line in the legend."""
+"""Every row of the statistics has one line in the legend."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_rows_that_are_missing_have_no_line() -> None:
 
 
 def test_an_unknown_counter_has_no_line() -> None:
-    """A drafter that the user registers may count what it likes."""
+    """A registered drafter may have counters that the legend does not explain."""
     counted = SpecStats([RowStats(1, 0, 0, 1)], counters={"cache_hits": 3})
     assert "cache hits" in str(counted)
     assert legend(counted) == legend(SpecStats([RowStats(1, 0, 0, 1)]))

@@ -1,4 +1,4 @@
-"""`hf-spec generate --prompts`: every answer once, whoever was killed."""
+"""`hf-spec generate --prompts`: one answer per prompt, even after a process was killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tiny_models import build
 
 NEW_TOKENS = 24
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node=2", "--master-port=29641"]
-# On a CPU accelerate would start one process; with this switch it does what torchrun does.
+# On a CPU accelerate starts one process by default; --multi_gpu makes it act like torchrun.
 ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
 ACCELERATE += ["--main_process_port=29643"]
 
@@ -37,7 +37,7 @@ def run(*arguments: Any) -> Any:
 
 
 def said(result: Any) -> str:
-    """What a command printed, without the frame and the ends of lines."""
+    """Return the output of a command, without frames and line breaks."""
     return re.sub(r"[│\s]+", " ", result.output)
 
 
@@ -103,7 +103,7 @@ def test_a_run_resumes_from_complete_lines(
         patch.setattr(many.Responder, "generate_each", killed)
         assert run(folder, *options(source, out)).exit_code != 0
     [part] = tmp_path.glob("*.part")
-    # As if another process of an earlier run had been cut off in the middle of a line.
+    # Simulate another process of an earlier run that was killed while writing a line.
     part = part.rename(tmp_path / "out.jsonl.3.part")
     part.write_bytes(part.read_bytes()[:-9])
     result = run(folder, *options(source, out))
@@ -135,7 +135,7 @@ def test_files_that_are_something_else_are_refused(
 
 
 class TestAnotherRun:
-    """An output file that belongs to something else is named and stays as it is."""
+    """An output file of another run raises an error with its name and is not changed."""
 
     @pytest.fixture
     def out(self, folder: Path, source: Path, tmp_path: Path) -> Path:
@@ -167,11 +167,11 @@ class TestAnotherRun:
     def test_other_weights(
         self, folder: Path, source: Path, out: Path, tmp_path: Path, name: str
     ) -> None:
-        """A folder of the same name elsewhere, and of another one."""
+        """The other model's folder has the same name elsewhere, or another name."""
         other = tmp_path / "elsewhere" / name
         model = copy.deepcopy(build("llama"))
         with torch.no_grad():
-            # The embeddings, by which adapters know their base, stay.
+            # The embeddings, which identify the base model of an adapter, are unchanged.
             model.model.layers[0].mlp.up_proj.weight[3, 5] += 1e-3
         model.save_pretrained(other)
         make_tokenizer().save_pretrained(other)
@@ -180,7 +180,7 @@ class TestAnotherRun:
         assert "weights=" in reason
 
     def test_another_tokenizer(self, source: Path, out: Path, tmp_path: Path) -> None:
-        """The same texts in a folder whose chat template was edited."""
+        """The model folder is the same, but its chat template was edited."""
         model = tmp_path / "model"
         build("llama").save_pretrained(model)
         make_tokenizer().save_pretrained(model)
@@ -200,12 +200,12 @@ class TestAnotherRun:
 
 
 class TestChangedPrompts:
-    """Answers follow their prompts, by content."""
+    """Existing answers are matched to prompts by content."""
 
     def test_they_are_reordered_and_extended(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A text file calls a prompt by its line, so every prompt has another id afterwards."""
+        """Prompt ids of a text file are line numbers, so every prompt gets a new id."""
         source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
         first, then = texts(4), ["w50 w51", *reversed(texts(4)), "w60"]
         source.write_text("\n".join(first))
@@ -274,7 +274,7 @@ class TestTwoProcesses:
         )
 
     def parts(self, out: Path) -> list[str]:
-        """The keys in the parts."""
+        """Return the keys of all answers in the .part files."""
         lines = [line for path in out.parent.glob("*.part") for line in complete_lines(path)]
         return [line["key"] for line in lines if "key" in line]
 

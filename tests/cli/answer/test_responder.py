@@ -1,4 +1,4 @@
-"""A model with a strategy: what it is given, and what it refuses."""
+"""`Responder`: settings of a model with a strategy, and rejected ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hf-spec demo` as it is called."""
+"""Command-line tests of `hf-spec demo`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_spec.evaluation.bench.suite import Benchmark
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[3]
-# Of the real model: few tokens, one run of each.
+# For the real model: few tokens, and one run per contender.
 FEW = ("--repeats", "1", "--max-new-tokens", "8")
 
 
@@ -25,7 +25,7 @@ def refuse_to_load(*arguments: Any) -> Any:
 
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> list[Benchmark]:
-    """What would have been run, with a tiny model."""
+    """Record the benchmarks of a tiny model instead of running them."""
     found: list[Benchmark] = []
     monkeypatch.setattr(
         session, "load", lambda *_: (tiny_models.build("llama"), tiny_models.tokenizer())
@@ -39,7 +39,7 @@ def test_by_default_all_prompts_and_strategies(benchmarks: list[Benchmark]) -> N
     assert result.exit_code == 0, result.output
     [benchmark] = benchmarks
     assert tuple(benchmark.prompts) == PROMPTS
-    # The shipped head is not the tiny model's; that is said.
+    # The shipped head does not fit the tiny model; the output reports it.
     assert [one.name for one in benchmark.contenders] == ["plain", "none", "lookup", "auto"]
     assert "falcon is left out" in result.output
 
@@ -64,7 +64,7 @@ def test_fails_if_an_output_differs(
 
 @pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
 def test_another_model(dtype: str, status: int, tmp_path: Path) -> None:
-    """In half precision differences may be ties, which the demo does not judge."""
+    """Differing outputs fail in float32 only: in half precision they may be due to ties."""
     tiny_models.build("llama").save_pretrained(tmp_path)
     tiny_models.tokenizer().save_pretrained(tmp_path)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What is compared, in a checkout and outside of one, on prompts that the model answers well."""
+"""Compared strategies, in and outside a checkout, and answers to the demo's prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import tiny_models
 
 ROOT = Path(__file__).parents[3]
 
-# What a right answer holds, and the share of it that may come from the prompt.
+# Parts of a correct answer, and the range of its share of tokens copied from the prompt.
 RIGHT = {
     "summary": (("1860s", "boneshaker", "Dunlop", "rubber tyre filled with air"), (0.8, 0.9)),
     "translation": (("```javascript\nfunction add(a, b) {\n    return a + b;\n}",), (0.6, 0.75)),
@@ -79,6 +79,6 @@ def test_the_model_answers_well_and_ends(prompt: Any, smollm2: tuple[Any, Any]) 
     assert output[-1] == tokenizer.eos_token_id
     assert [part for part in parts if part not in text] == []
     assert least <= copied_share(ids[0].tolist(), output) <= most
-    # No loop: a run of eight tokens comes twice at most.
+    # No loops: any eight consecutive tokens occur at most twice.
     runs = Counter(zip(*(output[start:] for start in range(8)), strict=False))
     assert max(runs.values()) <= 2

@@ -1,4 +1,4 @@
-"""Recordings of real generations, and replays on a terminal in memory by a clock of their own."""
+"""Recordings of real generations, and replays on an in-memory terminal with a fake clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAST = Lane("lookup", [Piece(1.0, "one ", True), Piece(1.0, "two", False)], 2, 1
 
 
 class Clock:
-    """Time passes only while somebody sleeps."""
+    """Clock that advances only in `sleep()`."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""A whole demo of a tiny model, and its tables and warnings from records that are made up."""
+"""A complete demo of a tiny model, and tables and warnings for made-up records."""
 
 from __future__ import annotations
 
@@ -141,13 +141,13 @@ def record(prompt: str, contender: str, seconds: float, plain_seconds: float = 8
 
 @pytest.fixture
 def records() -> list[Record]:
-    """A prompt on which everything helps, and one on which nothing does."""
+    """Return records of a prompt that every strategy speeds up and one that none does."""
     easy = [record("easy", name, seconds) for name, seconds in SECONDS.items()]
     return [*easy, *(record("hard", name, 8.0) for name in SECONDS)]
 
 
 def lines(table: Table) -> dict[str, list[str]]:
-    """First cell -> the others, as a pipe of 80 columns has them."""
+    """Return the rows of a table, printed 80 columns wide: first cell -> the other words."""
     page = io.StringIO()
     Console(file=page, width=80).print(table.drawn())
     assert "…" not in page.getvalue()
@@ -214,7 +214,7 @@ def plain(prompt: str, seconds: float, contender: str = "plain") -> Record:
 
 
 def test_unsteady_runs_are_told() -> None:
-    """By the worst prompt, and only of plain generate()."""
+    """The warning has the factor of the worst prompt, for plain `generate()` only."""
     records = [plain("a", 2.0), plain("a", 3.0), plain("b", 9.0), plain("b", 9.0)]
     records += [plain("a", 99.0, "lookup")]
     assert "factor of 1.50" in session.unsteady_warning(records)
@@ -228,7 +228,7 @@ def test_unsteady_runs_are_told() -> None:
 def test_the_small_model_is_float32(
     name: str | None, dtype: str, loaded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On every device, so that its outputs are identical."""
+    """The default dtype of the small model is float32, which gives identical outputs."""
     placements: list[Placement] = []
     monkeypatch.setattr(session, "smollm2_135m_instruct", lambda: Path("small"))
     monkeypatch.setattr(session, "load_tokenizer", lambda name: name)

@@ -1,4 +1,4 @@
-"""Load of this machine and of other programs."""
+"""Warnings about CPU load: other programs and the load average."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_spec.cli.demo.watch import CpuWatch, load_warning
 
 @pytest.mark.parametrize(
     ("busy", "own", "share"),
-    # Percent of all processors, and of one of the four.
+    # `busy`: percent of all four processors; `own`: percent of one.
     [(50.0, 200.0, 0.0), (75.0, 200.0, 0.25), (100.0, 0.0, 1.0), (47.5, 200.0, 0.0)],
 )
 def test_own_work_is_not_counted(

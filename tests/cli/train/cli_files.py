@@ -1,4 +1,4 @@
-"""A model and its answers on disk, and a way to run commands on them."""
+"""Helpers that save a model and responses to disk and run commands on them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.tiny_models import VOCAB, build, tokenizer
 
 
 def save_model(folder: Path) -> Path:
-    """The tiny Llama with a tokenizer."""
+    """Save the tiny Llama with a tokenizer, and return the folder."""
     build("llama").save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
 
 def save_responses(path: Path) -> Path:
-    """Eight answers of twelve tokens, one half on code."""
+    """Save eight responses of twelve tokens, half of them of task code."""
     generator = torch.Generator().manual_seed(0)
     lines = [json.dumps({"format": FORMAT})]
     for index in range(8):
@@ -42,7 +42,7 @@ def run(*arguments: Any) -> Any:
 
 
 def next_step(result: Any) -> list[str]:
-    """The words of the command that a finished one names as the next, without `hf-spec`."""
+    """Return the arguments of the suggested next command, without `hf-spec`."""
     assert result.exit_code == 0, result.output
     [line] = [line for line in result.stdout.splitlines() if line.startswith("next: ")]
     words = shlex.split(line.removeprefix("next: "))
@@ -51,7 +51,7 @@ def next_step(result: Any) -> list[str]:
 
 
 def short_bench(folder: Path) -> tuple[Any, ...]:
-    """Options that keep a benchmark to one prompt of the tiny model's alphabet."""
+    """Return options for a benchmark of one prompt in the tiny model's alphabet."""
     prompts = folder / "prompts.txt"
     prompts.write_text("bacedabaceda\n")
     return ("--prompts", prompts, "--max-new-tokens", 3, "--repeats", 1, "--no-baselines")

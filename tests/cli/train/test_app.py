@@ -1,4 +1,4 @@
-"""The commands: from a file of answers to a calibrated adapter, and errors in one sentence."""
+"""`hf-spec train`: from responses to trained adapters and heads, and one-line errors."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_features_that_were_kept_serve_the_next_training(
     def refuse(model: object, batch: list[object], layers: object) -> None:
         raise AssertionError(f"features of {len(batch)} texts are computed again")
 
-    # That of a few texts tells how large features are.
+    # The command computes features of a few texts itself, to determine their size.
     monkeypatch.setattr(
         falcon, "hidden_sizes", lambda model, texts, layers: [torch.ones(32)] * len(layers)
     )
@@ -173,7 +173,7 @@ class TestFalcon:
         training = found["training"]
         assert (training["texts"], training["seed"]) == (16, 4)
         assert (training["csgd"]["schedule"], training["csgd"]["soft_weight"]) == ("released", 0.5)
-        # A head to go on from, and no features on disk.
+        # Continue from a head, without features on disk.
         again = ("--init", out, "--no-store", "--block-size", 3)
         train = ("train", "falcon", model_folder, "--out", tmp_path / "again")
         result = run(*train, "--responses", responses, *again, *self.SMALL)
@@ -243,7 +243,7 @@ class TestEagle:
         result = run(*words, *short_bench(tmp_path))
         assert result.exit_code == 0, result.output
         assert "eagle@my head  " in result.stdout
-        # A head to go on from, and one of another size.
+        # Continue from the head, with another size and with the same size.
         train = (*train[:-1], tmp_path / "again", "--init", out, "--no-store", *self.SMALL)
         result = run(*train, "--mlp-size", 32)
         assert result.exit_code == 2
@@ -270,7 +270,7 @@ def test_other_heads_and_their_next_commands(
     responses: Path,
     tmp_path: Path,
 ) -> None:
-    """Held-out figures of two draft tokens, a benchmark, and a second training from the head."""
+    """Train a head with held-out figures, run the suggested benchmark, and train it further."""
     out, small = tmp_path / "my head", ("--num-train-epochs", 1, "--batch-tokens", 60)
     train = ("train", name, model_folder, "--responses", responses, *options, *small)
     result = run(*train, "--out", out)
@@ -366,7 +366,7 @@ class TestSdsat:
         ):
             result = run(*train, "--out", tmp_path / "a", *options, *self.SMALL)
             assert result.exit_code == 2
-            # The box around a message breaks its lines.
+            # The frame wraps long messages.
             assert message in " ".join(result.output.replace("│", " ").split())
             assert "Traceback" not in result.output
 

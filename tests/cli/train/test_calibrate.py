@@ -1,4 +1,4 @@
-"""`hf-spec calibrate`: options reach the adapter, and errors come in one sentence."""
+"""`hf-spec calibrate`: options are stored in the adapter; errors are one line."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TestFalcon:
         assert next_step(result) == ["bench", str(model_folder), "--strategy", f"falcon@{adapter}"]
         options = load_adapter(adapter, "falcon").options
         calibration = options["calibration"]
-        # Answers of twelve tokens have eight drafts of four.
+        # A response of twelve tokens has eight drafts of four tokens.
         assert (calibration["rounds"], calibration["depth"]) == (40, 4)
         assert (calibration["num_ranks"], calibration["max_nodes"]) == (97, 5)
         assert (calibration["new_tokens"], calibration["repeats"]) == (6, 1)

@@ -1,4 +1,4 @@
-"""Output that the commands share: the end of a training, tables, suggested commands."""
+"""Output shared by the training commands: final results, tables, suggested commands."""
 
 from __future__ import annotations
 

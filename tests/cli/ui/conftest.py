@@ -1,4 +1,4 @@
-"""A comparer of the tiny Llama, and prompts that lookup finds drafts for."""
+"""A comparer of the tiny Llama, and comparisons that it made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.serving.conftest import speller
 from tests.tiny_models import build
 
 PROMPT = "babebi" * 4
-# A number of tokens, because measured lengths depend on the machine.
+# A fixed length, because automatic lengths depend on timings of the machine.
 LOOKUP = "lookup:copy_length=5"
 NEW_TOKENS = 40
 
@@ -29,5 +29,5 @@ def compared(comparer: Comparer) -> Callable[[str], Comparison]:
 
 @pytest.fixture(scope="session")
 def comparison(compared: Callable[[str], Comparison]) -> Comparison:
-    """Plain and with lookup."""
+    """Compare plain generation with lookup."""
     return compared(LOOKUP)

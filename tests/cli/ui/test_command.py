@@ -1,4 +1,4 @@
-"""`hf-spec ui` as it is called, until there is a page; that is in tests/integrations/test_ui.py."""
+"""`hf-spec ui` up to the start of the page; tests/integrations/test_ui.py tests the page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cli.answer.conftest import folder  # noqa: F401 - a fixture
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, gradio: bool) -> None:
-    """Whether Gradio seems to be there."""
+    """Pretend that Gradio is or is not installed."""
     find = importlib.util.find_spec
 
     def pretend(name: str, package: str | None = None) -> Any:

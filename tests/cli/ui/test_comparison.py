@@ -1,4 +1,4 @@
-"""Both answers are those of the model, and what is coloured and drawn is what happened."""
+"""Comparisons: both answers equal `generate()`; colors and pictures match the rounds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_times_are_those_of_the_timed_runs(comparison: Comparison) -> None:
 
 
 def test_what_is_drafted_is_what_each_round_accepted(comparison: Comparison) -> None:
-    """A block of the answer is the round of the same number."""
+    """Block i of the answer holds the tokens of round i."""
     assert not any(piece.drafted for piece in comparison.lanes[0].pieces)
     stats = comparison.records[1].stats
     assert stats is not None

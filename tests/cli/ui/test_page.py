@@ -1,4 +1,4 @@
-"""The page without a browser; tests/integrations/test_ui.py has one."""
+"""The page without a browser; tests/integrations/test_ui.py uses a real browser."""
 
 from __future__ import annotations
 

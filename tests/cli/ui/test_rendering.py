@@ -1,4 +1,4 @@
-"""The HTML of a comparison: what is coloured, when it appears, which round is drawn."""
+"""The HTML of a comparison: colors, timing, and the picture of a round."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPAN = re.compile(
 
 
 def sides(page: str) -> list[str]:
-    """The two answers; what is around them has no section."""
+    """Return the HTML of the two answers, the only sections of the page."""
     return re.findall(r"<section>.*?</section>", page, re.S)
 
 

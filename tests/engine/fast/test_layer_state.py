@@ -124,9 +124,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Any], Any]] = {
         Steered, "forward", lambda self, states: -2.0 * self.inner(states)
     ),
     "a global dictionary": lambda patch, mlp: patch.setitem(SETTINGS, "strength", -2.0),
-    "a global that a function reads": lambda patch, mlp: patch.setattr(
-        f"{__name__}.HELPER", [1.0, 2.0]
-    ),
+    "a global that a function reads": lambda patch, mlp: patch.setattr(f"{__name__}.HELPER", []),
     "a class of transformers": lambda patch, mlp: patch.setattr(
         modeling_llama.LlamaMLP,
         "forward",
@@ -238,8 +236,8 @@ def test_compiled_layers_follow_a_change_during_a_call(
             found.append(model.generate(**prompt, **options))
     assert torch.equal(found[2], found[0])
     assert torch.equal(found[3], found[1])
-    # A buffer and a field that nothing reads, and functions of equal effect, change no token.
-    inert = {"a buffer that is new", "a field of the config", "a global that a function reads"}
+    # No code reads the new buffer or the new field.
+    inert = {"a buffer that is new", "a field of the config"}
     assert change in inert or not torch.equal(found[0], target_output(prompt))
 
 
