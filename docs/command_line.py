@@ -1,7 +1,7 @@
-"""The commands and helps of docs/command-line.md, generated from the command line itself.
+"""Generate the command table and help texts of docs/command-line.md from the command line itself.
 
 `python docs/command_line.py` writes the blocks between `<!-- commands: NAME -->` and
-`<!-- end -->`; tests/test_docs.py compares.
+`<!-- end -->`; tests/test_docs.py checks that they are current.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = re.compile(r"(?<=<!-- commands: )(\w+) -->\n.*?(?=<!-- end -->)", re.S)
 
 
 def commands() -> dict[str, Any]:
-    """Return every command that has no sub-commands by its name."""
+    """Return a dictionary of all commands without subcommands, by name."""
     leaves = {}
     for name in COMMANDS:
         command = load_command(name)
@@ -31,7 +31,7 @@ def commands() -> dict[str, Any]:
 
 
 def table() -> str:
-    """Return a Markdown table with the first line of every help."""
+    """Return a Markdown table with the first line of each help text."""
     rows = [
         (f"[`hf-spec {name}`](#hf-spec-{name.replace(' ', '-')})", command.help.splitlines()[0])
         for name, command in commands().items()
@@ -40,7 +40,7 @@ def table() -> str:
 
 
 def helps() -> str:
-    """Return the help of every command under its heading."""
+    """Return the help text of each command under a heading."""
     sections = []
     plain = {"COLUMNS": str(COLUMNS), "FORCE_COLOR": None, "TTY_COMPATIBLE": None}
     for name in commands():
@@ -52,7 +52,7 @@ def helps() -> str:
 
 
 def written(text: str) -> str:
-    """Return the page with its blocks generated again."""
+    """Return the page with regenerated blocks."""
     made = {"table": table, "helps": helps}
     return BLOCK.sub(lambda block: f"{block[1]} -->\n{made[block[1]]()}\n", text)
 

@@ -1,8 +1,8 @@
-"""Sphinx reads this: `sphinx-build -W docs OUT` builds the pages and the API reference."""
+"""Sphinx configuration: `sphinx-build -W docs OUT` builds the pages and the API reference."""
 
 from importlib.metadata import version as installed_version
 
-# Adds the methods of GenerationMixin that a page describes, also if no other page is read.
+# Adds the GenerationMixin methods that a page documents, even if that page is built alone.
 import hf_spec  # noqa: F401
 
 project = "hf-spec"
@@ -17,7 +17,7 @@ html_static_path = ["_static"]
 html_css_files = ["hf_spec.css"]
 html_show_copyright = False
 
-# Links to headings, such as page.md#a-heading, as GitHub makes them.
+# Links to headings, such as page.md#a-heading, with the anchors that GitHub generates.
 myst_heading_anchors = 3
 
 # The pages of docs/api/ list their members. Docstrings are Google style, types are in signatures.

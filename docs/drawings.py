@@ -1,6 +1,7 @@
-"""The drawings of index.md and how-it-works.md, made from the data structures they show.
+"""Generate the drawings of index.md and how-it-works.md from the data structures that they show.
 
-`python docs/drawings.py` writes them to docs/images/; tests/test_docs.py compares.
+`python docs/drawings.py` writes them to docs/images/; tests/test_docs.py checks that
+they are current.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hf_spec.evaluation.trace.pictures import ACCEPTED, PADDING, PALE, REFUSED, 
 
 IMAGES = Path(__file__).parent / "images"
 
-# "the cat sat on" is committed; its last token, the root, is not stored yet.
+# "the cat sat on" is committed; its last token, the root, is not in the KV cache yet.
 WORDS = ["on", "the", "a", "mat", "floor", "chair", "and", "."]
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 3]
 KEPT = [1, 3, 6]
@@ -23,12 +24,12 @@ BONUS = "slept"
 
 
 def example_tree() -> DraftTree:
-    """The draft tree of the first two drawings."""
+    """Return the draft tree of the first two drawings."""
     return DraftTree.from_rows([(range(len(WORDS)), PARENTS)])
 
 
 def token_tree() -> str:
-    """A draft tree after its verification."""
+    """Draw a draft tree after its verification."""
     return str(pictures.token_tree(WORDS, PARENTS, KEPT, BONUS))
 
 
@@ -60,7 +61,7 @@ def ancestor_mask() -> str:
 
 
 def ragged_batch() -> str:
-    """Three rows of a step, padded and packed."""
+    """Draw three rows of a step, padded and packed."""
     stored, new, cell = (5, 2, 4), (4, 1, 2), 26
     size = (cell, 22)
     canvas = Canvas(560, 300, "The tokens of a step as a padded rectangle and as a packed sequence")
@@ -87,7 +88,7 @@ def ragged_batch() -> str:
 
 
 def graph_merge() -> str:
-    """A token graph in which the end of one hypothesis is that of another."""
+    """Draw a token graph in which two hypotheses share their end."""
     words = ["we", "saw", "the", "a", "quick", "brown", "fox", "dog"]
     graph = TokenGraph([words.index("we"), words.index("saw")], merge_length=1)
     drafted = [

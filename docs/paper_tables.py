@@ -1,9 +1,10 @@
-"""Write the tables of docs/papers/*.md: claims of the papers beside our records, in one metric.
+"""Write the tables of docs/papers/*.md: claims of the papers and our records, in the same metric.
 
     python -m docs.paper_tables
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. Ours come from the records in
-examples/studies, the papers' from papers/claims.json, which was copied from their tables.
+Tables are written between `<!-- table: NAME -->` and `<!-- end -->`. Our figures come from the
+records in examples/studies. Those of the papers come from papers/claims.json, which was copied from
+their tables.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ FOLDER = Path(__file__).parent / "papers"
 EXAMPLES = FOLDER.parents[1] / "examples"
 CLAIMS = json.loads((FOLDER / "claims.json").read_text("utf-8"))
 MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# Names of all tasks together in records.
+# Names of the sum over all tasks in records.
 ALL = (None, "all")
 Rows = list[Sequence[Any]]
 FALCON = "falcon/smollm2_falcon"
 QWEN_SDSAT = "sdsat:num_adaptive=3@sdsat-gated"
-# Options that a classifier of MBPP's training part has from there.
+# Options that were calibrated on MBPP's training set, like the classifier.
 TRANSFERRED = "acceptance_threshold=0.3,max_draft_tokens=12"
 
 
@@ -53,7 +54,7 @@ def adapter(name: str) -> dict[str, Any]:
 
 
 def table(head: Sequence[str], rows: Rows, *forms: str) -> str:
-    """Return Markdown; `forms` are those of the last columns, None is a dash."""
+    """Return Markdown; `forms` are the formats of the last columns, and None becomes a dash."""
     first = len(head) - len(forms)
     cells = [
         [
@@ -73,14 +74,14 @@ def over_all(record: dict[str, Any], contender: str) -> dict[str, Any]:
 
 
 def per_round(record: dict[str, Any], contender: str, count: str) -> float:
-    """Return a count of `stats` per forward pass of the target."""
+    """Return one of the `stats` counts per forward pass of the target."""
     mine = [one for one in record["records"] if one["contender"] == contender]
     total: int = sum(one["stats"][count] for one in mine)
     return total / sum(one["target_forwards"] for one in mine)
 
 
 def falcon() -> str:
-    """Trees, passes, speed, and tau."""
+    """Return tree sizes, draft passes, speed, and tau of Falcon."""
     claimed = {name: row for target, name, *row in CLAIMS["falcon"]["ablation"]}
     eagle = CLAIMS["falcon"]["methods"][0]
     nodes, passes = CLAIMS["falcon"]["tree"]
@@ -107,7 +108,7 @@ def falcon() -> str:
         record = load(f"{FALCON}_{record_name}_epyc.json")
         sizes = (per_round(record, contender, n) for n in ("drafted_tokens", "draft_forwards"))
         row = over_all(record, contender)
-        # The second record is of an older engine, which does not change what is accepted.
+        # The second record is from an older engine version, which does not affect tau.
         speed = row["ratio"] if record_name == "60" else None
         rows.append((name, *sizes, speed, row["tau"]))
     head_row = ("", "draft tokens per round", "passes per round", "speed over plain", "tau")
@@ -115,7 +116,7 @@ def falcon() -> str:
 
 
 def falcon_training() -> str:
-    """Trainings that differ in one thing: means over their seeds."""
+    """Return the mean tau over seeds of trainings that differ in one setting."""
     found = load("falcon/smollm2_glancing_layers.json")["trainings"]
     rows: Rows = []
     for kind, taus in trainings.by_kind(found, "tau").items():
@@ -129,7 +130,7 @@ def falcon_training() -> str:
 
 
 def disco() -> str:
-    """Heuristic, static lengths, DISCO, and the oracle."""
+    """Return speeds with heuristic, static, and DISCO draft lengths, and with the oracle."""
     claims = CLAIMS["disco"]
     rows: Rows = [
         (
@@ -161,7 +162,7 @@ def disco() -> str:
 
 
 def _transferred() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return by judged task and rule what a classifier of MBPP's training part reaches."""
+    """Return the results of a classifier trained on MBPP's training set, by task and rule."""
     found: dict[str, dict[str, dict[str, Any]]] = {"MBPP": {}, "HumanEval": {}}
     names = {"mbpp": "MBPP", "human_eval": "HumanEval"}
     for row in load("disco/qwen_transfer.json")["rows"]:
@@ -171,7 +172,7 @@ def _transferred() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _total_ratios(name: str) -> dict[str, float]:
-    """Return speedups over plain `generate()` by contender, without assistants and quotes."""
+    """Return the speedup over plain `generate()` by contender, without assistant and quotes."""
     rows = (row for row in load(name)["summary"] if row["task"] in ALL)
     return {
         row["contender"].split("@")[0].replace('"', ""): row["total_ratio"]
@@ -190,7 +191,7 @@ def _captured(static: float, mine: float, oracle: float) -> Sequence[float]:
 
 
 def disco_f1() -> str:
-    """F1 of accepted tokens."""
+    """Return the F1 scores for accepted tokens."""
     rows: Rows = [(name, static_f1, None, mine) for name, static_f1, mine in CLAIMS["disco"]["f1"]]
     rules = adapter("smollm2-135m-disco")["validation"]["rules"]
     fixed = {name: rule["accepted"]["f1"] for name, rule in rules.items()}
@@ -209,7 +210,7 @@ def disco_f1() -> str:
 
 
 def sdsat() -> str:
-    """Speed over plain and over the engine alone."""
+    """Return SDSAT's speed over plain `generate()` and over `none`."""
     rows: Rows = [
         (f"paper, {name}", None, tuned / plain, None)
         for name, plain, tuned in CLAIMS["sdsat"]["speed"]
@@ -225,7 +226,7 @@ def sdsat() -> str:
 
 
 def sdsat_trainings() -> str:
-    """Each training, and the quality of the models that it changed."""
+    """Return the settings of each training, and the task quality of the models that it changed."""
     found = load("sdsat/smollm2_sdsat_trainings.json")["trainings"]
     results = load("sdsat/smollm2_sdsat_quality.json")["results"]
     judged = {Path(name).name: result for name, result in results.items()}
@@ -241,7 +242,7 @@ def sdsat_trainings() -> str:
 
 
 def gsd() -> str:
-    """Chains, trees, and graphs."""
+    """Return accepted and drafted tokens and speed of chains, trees, and graphs."""
     chains = {row[0]: row[3] for row in CLAIMS["gsd"]["methods"] if row[1] == "SSD"}
     rows: Rows = [
         (f"paper, {task}", method, 100 * accepted, drafted / chains[task], merged, speed, None)
@@ -267,7 +268,7 @@ def gsd() -> str:
 
 
 def gsd_merging() -> str:
-    """Nodes, accepted tokens, and divergence by merge length, with one pruning."""
+    """Return nodes, accepted tokens, and divergence by merge length at fixed thresholds."""
     summary = load("gsd/qwen_sweep.json")["summary"]
     swept = {
         row["merge_length"]: row
@@ -295,7 +296,7 @@ def gsd_merging() -> str:
 
 
 def ems_sd() -> str:
-    """Speed of each half, and of both, over everything padded."""
+    """Return the speed of unpadded inputs, unpadded KV cache, and both, over full padding."""
     records = {
         "ours, 128 new tokens": "ems_sd/smollm2_uncut.json",
         "ours, Qwen 0.5B, 128 new tokens": "ems_sd/qwen_uncut.json",
@@ -335,7 +336,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def written(page: str) -> str:
-    """Return a page with current tables."""
+    """Return a page with regenerated tables."""
     return MARK.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n\n{m[3]}", page)
 
 

@@ -1,8 +1,9 @@
-"""The speeds that README.md and docs/benchmarks.md quote, generated from one record per model.
+"""Generate the speeds in README.md and docs/benchmarks.md from one record per model.
 
 `python -m docs.speeds` writes the blocks between `<!-- speeds: NAME -->` and `<!-- end -->` and the
-bars in docs/images/speeds.svg; tests/test_docs.py compares. Records are written by
-`python -m examples.studies.full_table.measure` and `examples.studies.real_models.human_eval`.
+bars in docs/images/speeds.svg; tests/test_docs.py checks that they are current. Records are
+written by `python -m examples.studies.full_table.measure` and
+`examples.studies.real_models.human_eval`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PICTURE = ROOT / "docs" / "images" / "speeds.svg"
 PAGES = ("README.md", "docs/benchmarks.md")
 RECORDS = {"smollm2": ROOT / "examples/studies/full_table/smollm2_current.json"}
 HUMAN_EVAL = ROOT / "examples/studies/real_models/qwen_human_eval_epyc.json"
-# Rows of the short table, in the README.
+# Rows of the short table in the README.
 SHORT = ("plain", "none", "lookup", "falcon", "auto")
 LABELS = {
     "plain": "plain `generate()`",
@@ -35,7 +36,7 @@ BLOCK = re.compile(r"(?<=<!-- speeds: )(\w+) -->\n.*?(?=<!-- end -->)", re.S)
 
 
 def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the summary rows of one sequence, over all tasks, with their default options."""
+    """Return the summary rows for batch size 1, all tasks, and default options."""
     return [
         {**row, "name": row["contender"].partition("@")[0]}
         for row in record["summary"]
@@ -44,7 +45,7 @@ def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def setting(record: dict[str, Any]) -> str:
-    """Return what was measured, when, and on which machine, as one sentence."""
+    """Return one sentence with the measured workload, the machine, and the date."""
     env, suite = record["environment"], record["suite"]
     plural = "s" if suite["repeats"] > 1 else ""
     return (
@@ -124,7 +125,7 @@ def human_eval_table(records: list[dict[str, Any]]) -> str:
 
 
 def human_eval_setting(record: dict[str, Any]) -> str:
-    """Return what was measured, when, and on which machine, as one sentence."""
+    """Return one sentence with the measured workload, the machine, and the date."""
     env = record["environment"]
     return (
         f"{record['model']}, {record['dtype']}, greedy, batch size 1, {len(record['records'])} "
@@ -134,7 +135,7 @@ def human_eval_setting(record: dict[str, Any]) -> str:
 
 
 def blocks() -> dict[str, str]:
-    """Return the text of each block by its name."""
+    """Return the text of each block, by name."""
     made = {}
     for model, path in RECORDS.items():
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -146,7 +147,7 @@ def blocks() -> dict[str, str]:
 
 
 def written(text: str) -> str:
-    """Return a page with its blocks generated again."""
+    """Return a page with regenerated blocks."""
     made = blocks()
     return BLOCK.sub(lambda found: f"{found[1]} -->\n{made[found[1]]}\n", text)
 

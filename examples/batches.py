@@ -1,4 +1,4 @@
-"""Answers as they finish: two prompts run at a time, and a free place takes the next one."""
+"""Continuous batching: two prompts run at a time, and a free row takes the next prompt."""
 
 from __future__ import annotations
 

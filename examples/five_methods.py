@@ -1,4 +1,4 @@
-"""One question, four trained drafters, a table; the fifth method is that nothing is padded."""
+"""Compare four trained drafters on a batch; the fifth method, EMS-SD, avoids padding the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer, plainly and with drafts: the same text in fewer forwards of the model."""
+"""Plain and speculative generation: the same text in fewer forward passes of the model."""
 
 from __future__ import annotations
 

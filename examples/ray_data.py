@@ -1,10 +1,10 @@
-"""Ray Data: a batch predictor over a data set, each answer by speculative decoding.
+"""Batch inference with Ray Data and speculative decoding.
 
     pip install "ray[data]"
     python examples/ray_data.py --model MODEL --prompts in.jsonl --out answers
 
-`in.jsonl` holds a `prompt` a line; the folder `answers` gets JSON lines with `prompt` and `answer`.
-Every worker loads the model once. The strategy is one argument, see docs/choosing-a-strategy.md.
+Each line of `in.jsonl` has a `prompt`; the folder `answers` receives JSON lines with `prompt` and
+`answer`. Every worker loads the model once. See docs/choosing-a-strategy.md for `--strategy`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import ray
 
 
 class Predictor:
-    """Answers batches of prompts; what Ray makes once per worker."""
+    """Generator of answers to batches of prompts; Ray creates one per worker."""
 
     def __init__(self, model: str, strategy: str, new_tokens: int, threads: int):
-        # In the worker, where Ray has said what it may use.
+        # Imported in the worker, after Ray has assigned its CPUs and GPUs.
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        import hf_spec  # noqa: F401 - generate() understands strategies from now on
+        import hf_spec  # noqa: F401 - adds spec_strategy= to generate()
 
         torch.set_num_threads(threads)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ class Predictor:
 
 
 def main() -> None:
-    """Map the predictor over a file."""
+    """Run the predictor over a file of prompts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True)

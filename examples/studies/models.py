@@ -1,4 +1,4 @@
-"""Model and tokenizer that a study's command line names."""
+"""Loading of the model and tokenizer that are passed to a study's command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the studies share that take times on a machine: options, the clock, and the record."""
+"""Options, clock, and record that the timing studies share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_spec.common.machine import environment
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """`--model`, `--dtype`, `--threads`, `--processor-time` and `--out`."""
+    """Add `--model`, `--dtype`, `--threads`, `--processor-time` and `--out`."""
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, help="default: PyTorch's")
@@ -42,7 +42,7 @@ def seconds_in_turn(
     repeats: int,
     clock: Callable[[], float],
 ) -> dict[str, list[float]]:
-    """Return the seconds of all runs of every form, which calls each function with its states."""
+    """Return the seconds of all runs of every form; a run calls each function with its states."""
     seconds: dict[str, list[float]] = {form: [] for form in forms}
     for _ in range(repeats):
         for form, products in forms.items():
@@ -54,7 +54,10 @@ def seconds_in_turn(
 
 
 def gone_on(out: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The `records` of an earlier command with the same settings, of which `out` has more."""
+    """Return the `records` in `out` of an earlier command with the same settings.
+
+    Without such a file, the list is empty. If a setting differs, the command exits.
+    """
     if out is None or not out.exists():
         return []
     earlier = json.loads(out.read_text("utf-8"))
@@ -68,12 +71,12 @@ def gone_on(out: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any
 
 
 def shown(name: str) -> str:
-    """Return a folder or Hub id for a record, which has no paths of a machine."""
+    """Return a folder or Hub id for a record, without local paths."""
     return Path(name).name if Path(name).is_absolute() else name
 
 
 def write_record(options: Namespace, content: dict[str, Any]) -> None:
-    """Write what was measured behind the facts of machine and clock, where a file is named."""
+    """Write the environment and clock followed by the measurements, if `--out` is given."""
     if options.out:
         facts = {
             "environment": environment(),

@@ -1,7 +1,8 @@
-"""Finished trainings as one record: what they were asked, how long they took, how they went.
+"""Collect finished trainings in one record: settings, duration, and evaluations.
 
-A training leaves `run.json` and `metrics.jsonl` in the `training` folder of what it made. Run as
-`python -m examples.studies.trainings FOLDER ... --out RECORD.json`; names are those of the folders.
+A training writes `run.json` and `metrics.jsonl` to the `training` folder of its output. Run as
+`python -m examples.studies.trainings FOLDER ... --out RECORD.json`; trainings are named after their
+folders.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import Any
 from hf_spec.common.files import write_json
 from hf_spec.training.trainer import METRICS, RUN
 
-# What every step says; an evaluation says more.
+# Keys of every step; steps with an evaluation have more.
 OF_EVERY_STEP = {"step", "loss", "seconds", "tokens", "rate"}
-# Answer tokens that were learned from until then, of all steps together.
+# Cumulative number of answer tokens trained on.
 SEEN = "answer_tokens"
 
 
 def read(folder: Path, before: int = 0) -> dict[str, Any]:
-    """One training: settings, packages, minutes of all its steps, and its evaluations.
+    """Return settings, packages, minutes of all steps, and evaluations of one training.
 
-    They say how many answer tokens had been learned from, with those `before` it.
+    Each evaluation has the cumulative number of answer tokens, starting at `before`.
     """
     trained = folder / "training"
     last = json.loads((trained / RUN).read_text())["starts"][-1]
@@ -48,7 +49,7 @@ def read(folder: Path, before: int = 0) -> dict[str, Any]:
 
 
 def by_kind(trainings: Mapping[str, Any], figure: str) -> dict[str, list[float]]:
-    """What trainings ended with; those whose names differ in a seed at the end alone together."""
+    """Return the final values of a figure, grouped by training name without a trailing seed."""
     found = defaultdict(list)
     for name, training in trainings.items():
         kind = name.rpartition("-")[0] if name[-1].isdigit() else name
@@ -57,7 +58,7 @@ def by_kind(trainings: Mapping[str, Any], figure: str) -> dict[str, list[float]]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints what every kind of training ended with."""
+    """Run the command line; print the mean and range of the final values by kind of training."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="what trainings wrote")
     parser.add_argument("--about", default="", help="a sentence for the record")

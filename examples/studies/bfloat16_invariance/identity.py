@@ -1,6 +1,6 @@
-"""Greedy output of every strategy beside `none` in bfloat16, token for token, on all prompts.
+"""Compare the greedy bfloat16 output of every strategy with `none`, token for token.
 
-Run as `python -m examples.studies.bfloat16_invariance.identity --help` says.
+Run `python -m examples.studies.bfloat16_invariance.identity --help` for the options.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hf_spec.evaluation.bench.entries import parse_entry
 
 
 def contender(model: Any, text: str, compile_layers: bool) -> Contender:
-    """Return a strategy by its entry, with layers compiled or not."""
+    """Return the strategy of an entry, with or without compiled layers."""
     entry = parse_entry(text, compile_layers=compile_layers)
     return strategy(model, entry.config, entry.assistant, entry.short_name)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; exit code 0 only if every output is identical to that of `none`."""
+    """Run the command line; return 0 only if every output is identical to that of `none`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--new-tokens", type=int, default=64)

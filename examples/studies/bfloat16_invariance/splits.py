@@ -1,8 +1,8 @@
-"""Bits of a model's states when the same tokens run in one forward, or in many.
+"""Check that a model's states are bitwise equal however a text is split into forward passes.
 
 Every split of a text is compared with the text one token at a time: embeddings, the states after
-every layer, and the logits. Run as `python -m examples.studies.bfloat16_invariance.splits --help`
-says.
+every layer, and the logits. Run `python -m examples.studies.bfloat16_invariance.splits --help` for
+the options.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
 
 CHUNKS = (2, 3, 4, 7, 8, 12, 13, 16, 17, 32, 33, 48, 64, 65, 100, 128)
-# Siblings beside the path, per node of it.
+# Path tokens per forward pass, and siblings of each.
 TREES = ((4, 1), (4, 3), (8, 1), (16, 3))
 
 
 @dataclass
 class States:
-    """What one split computed.
+    """Results of one split.
 
     Attributes:
-        hidden: per index into `hidden_states` the states of all tokens.
-        logits: per place those of the token there; only of nodes, not of pending tokens.
+        hidden: states of all tokens, per index into `hidden_states`.
+        logits: logits by position; only of nodes, not of pending tokens.
     """
 
     hidden: list[Tensor]
@@ -47,13 +47,13 @@ class States:
 def run_chunks(
     model: Any, rows: Sequence[Sequence[int]], size: int, siblings: int = 0
 ) -> list[States]:
-    """Run texts of equal length in draft trees of a path of `size` tokens.
+    """Run texts of equal length as draft trees with a path of `size` tokens.
 
     Args:
         model: a causal language model.
         rows: the texts, one per row of the batch.
-        size: tokens of the text in each forward; 0 runs all but the last as pending tokens.
-        siblings: tokens beside each one of the path, which are dropped afterwards.
+        size: tokens of the text per forward pass; 0 runs all but the last as pending tokens.
+        siblings: additional siblings of each path node, which are dropped afterwards.
     """
     length, depth = len(rows[0]), model.config.num_hidden_layers
     runner = ModelRunner(model, len(rows), hidden_layers=range(depth + 1))
@@ -83,7 +83,7 @@ def run_chunks(
 def _branched(
     rows: Sequence[Sequence[int]], start: int, end: int, siblings: int
 ) -> tuple[list[list[int]], list[int], list[int]]:
-    """Tokens of every row and the shared parents of a path with siblings, and the path's nodes."""
+    """Return the tokens of every row, the shared parents, and the nodes of the path."""
     tokens = [[row[start]] for row in rows]
     parents, path = [-1], [0]
     for place in range(start + 1, end):
@@ -100,7 +100,7 @@ def _branched(
 
 
 def first_difference(found: States, expected: States) -> dict[str, Any] | None:
-    """The first layer whose states differ, and in how many tokens; None where all bits agree."""
+    """Return the first layer with differing states and the number of tokens; None if equal."""
     for layer, (one, other) in enumerate(zip(found.hidden, expected.hidden, strict=True)):
         differing = (one != other).any(dim=-1)
         if differing.any():
@@ -119,12 +119,12 @@ def compare_splits(
 
     Args:
         model: a causal language model.
-        texts: the first runs alone, and all together as rows of a batch.
-        chunks: tokens in each forward.
-        trees: tokens of the path in each forward, and siblings beside each of them.
+        texts: the first one also runs alone; all run together as rows of a batch.
+        chunks: tokens per forward pass.
+        trees: path tokens per forward pass, and siblings of each.
 
     Returns:
-        A row per split: its name, and its first difference.
+        One row per split: its name and its first difference.
     """
     expected = [run_chunks(model, [text], 1)[0] for text in texts]
     splits: list[tuple[str, list[States]]] = []
@@ -155,7 +155,7 @@ def num_threads(count: int) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; exit code 0 only if no split changes a bit."""
+    """Run the command line; return 0 only if no split changes a bit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         for threads in options.threads:
             with num_threads(threads):
                 if mode == "on":
-                    # Layers are tried at their first calls, in which they run as they are.
+                    # First calls compile the layers and check them against the uncompiled ones.
                     run_chunks(model, [texts[0][:4]], 1)
                     run_chunks(model, [texts[0][:40]], 8)
                 rows = compare_splits(model, texts)

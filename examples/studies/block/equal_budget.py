@@ -1,10 +1,11 @@
-"""Accepted tokens of heads of three methods that were trained with one budget.
+"""Accepted tokens of draft heads of three methods, trained with the same budget.
 
     python -m examples.studies.block.equal_budget --model MODEL --head block=FOLDER \
         --head eagle=FOLDER --head falcon=FOLDER --out RECORD.json
 
-Chains of four and trees of 15 nodes in four levels, greedy; for block heads also longer chains, and
-both kinds with samples at temperature 1. Nothing is timed: tau does not depend on the machine.
+Measures greedy chains of four and trees of 15 nodes in four levels. Block heads also draft whole
+blocks, and both shapes with sampling at temperature 1. Nothing is timed: tau does not depend on the
+machine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hf_spec.common.prompts import load_prompts
 from hf_spec.training.trainer import METRICS, RUN
 
 DEPTH, NODES = 4, 15
-# Rank paths of Falcon's trees, of which the most probable nodes are sent.
+# Largest sum of ranks along a path of Falcon's tree; its most probable nodes are verified.
 MOST_RANKS = 3
 ROWS = 8
 SEED = 0
@@ -39,7 +40,7 @@ FROZEN = ("lm_head.", "d2t", "t2d")
 
 
 def shapes(method: str) -> Iterator[tuple[str, Any, bool]]:
-    """Yield (name, config, True if the target samples)."""
+    """Yield (name, config, sampled or not) for each draft shape of a method."""
     if method == "falcon":
         paths = [
             path
@@ -68,7 +69,7 @@ def shapes(method: str) -> Iterator[tuple[str, Any, bool]]:
 def measure(
     model: Any, prompts: Sequence[Tensor], config: Any, head: str, sample: bool, new_tokens: int
 ) -> dict[str, Any]:
-    """Return tau over all rounds of all prompts, and the drafter's passes per round."""
+    """Return tau over all rounds of all prompts, and the drafter's forward passes per round."""
     total: Counter[str] = Counter()
     for start in range(0, len(prompts), ROWS):
         part = list(prompts[start : start + ROWS])
@@ -88,7 +89,7 @@ def measure(
         )
         stats = output.spec_stats
         for row in stats.rows:
-            # The first round runs the prompt.
+            # The first round is the prefill.
             total["rounds"] += row.target_forwards - 1
             total["accepted"] += row.accepted_tokens
         total["passes"] += stats.draft_forwards
@@ -103,13 +104,13 @@ def measure(
 
 
 def row_sum(rows: Sequence[Any]) -> list[int]:
-    """Return the accepted tokens of all rows by position."""
+    """Return the accepted tokens of all rows, by draft position."""
     by_position = (row.accepted_by_position for row in rows)
     return [sum(counts) for counts in itertools.zip_longest(*by_position, fillvalue=0)]
 
 
 def trained_parameters(method: str, folder: Path) -> int:
-    """Return the number of trained weights in the file of a head."""
+    """Return the number of trained weights in the files of a head."""
     count = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -121,7 +122,7 @@ def trained_parameters(method: str, folder: Path) -> int:
 
 
 def training(folder: Path) -> dict[str, Any]:
-    """Return command, settings, tokens, and the last evaluation of a training."""
+    """Return settings, number of steps, and the last evaluation of a training."""
     start = json.loads((folder / "training" / RUN).read_text())["starts"][0]
     steps = [json.loads(line) for line in (folder / "training" / METRICS).read_text().splitlines()]
     last = {k: round(v, 4) for k, v in steps[-1].items() if k.startswith(("slot", "tau", "alpha"))}
@@ -133,7 +134,7 @@ def training(folder: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure every head, print, and record."""
+    """Measure every head, print the results, and write the record."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""A block head that was trained here, loaded by vLLM's speculators: the largest difference.
+"""Compare a block head trained by hf_spec with the same head in vLLM's speculators package.
 
     python -m examples.studies.block.in_speculators --model MODEL --head FOLDER
 
-Needs the package speculators, in an environment of its own. It loads the target by the name in the
-head's config, for which a link to MODEL is made in a temporary folder.
+Needs the package speculators, in a separate environment. The package loads the target by the name
+in the head's config, so a link to MODEL is created in a temporary folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_spec.methods.block.layouts import build_block_head
 
 @torch.no_grad()
 def compare(folder: Path, target: Any, tokens: Tensor, blocks: int = 8) -> tuple[Tensor, Tensor]:
-    """Return (1, A, levels, R) logits of A blocks of a text, by the package and by ours.
+    """Return (1, A, levels, R) logits of A blocks of a text, from speculators and from hf_spec.
 
     `tokens` are (1, T) int64.
     """
@@ -55,7 +55,7 @@ def compare(folder: Path, target: Any, tokens: Tensor, blocks: int = 8) -> tuple
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compare on a text, and print."""
+    """Compare the logits on one text, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="folder")
     parser.add_argument("--head", type=Path, required=True, help="folder")

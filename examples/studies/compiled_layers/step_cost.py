@@ -1,8 +1,9 @@
-"""The cost of a step with compiled layers, beside what it consists of.
+"""The cost of a decoding step with compiled layers, and of its parts.
 
-Run as `python -m examples.studies.compiled_layers.step_cost --help` says. Forms, interleaved:
-"products", all linear layers alone in the form that steps use; "transformers", as many tokens after
-a cache of its own; "packed" and "compiled", our forward of a tree without and with programs.
+Run `python -m examples.studies.compiled_layers.step_cost --help` for the options. Four forms are
+interleaved: "products", only the linear layers, with the packed weights that steps use;
+"transformers", the same number of tokens with its own cache; "packed" and "compiled", our forward
+pass over a tree without and with compiled layers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Step = Callable[[int], object]
 
 @contextmanager
 def products(model: PreTrainedModel, context: list[int]) -> Iterator[Step]:
-    """Every linear layer once."""
+    """Yield a function that runs every linear layer once."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
 
     def run(count: int) -> None:
@@ -49,7 +50,7 @@ def products(model: PreTrainedModel, context: list[int]) -> Iterator[Step]:
 
 @contextmanager
 def transformers(model: PreTrainedModel, context: list[int]) -> Iterator[Step]:
-    """As `generate()` and its assisted decoding run tokens."""
+    """Yield a function that runs tokens as `generate()` and its assisted decoding do."""
     cache = DynamicCache(config=model.config)
     model(torch.tensor([context]), **{CACHE_NAME: cache}, use_cache=True)
 
@@ -62,7 +63,7 @@ def transformers(model: PreTrainedModel, context: list[int]) -> Iterator[Step]:
 
 @contextmanager
 def ours(model: PreTrainedModel, context: list[int], mode: str) -> Iterator[Step]:
-    """A tree after the context."""
+    """Yield a function that runs a tree after the context."""
     hf_spec.compile(model, mode)
     runner = hf_spec.ModelRunner(model, 1)
     with runner.active():
@@ -89,7 +90,7 @@ FORMS: dict[str, Any] = {
 def measure(
     model: PreTrainedModel, context: list[int], repeats: int, clock: Callable[[], float]
 ) -> dict[str, dict[int, list[float]]]:
-    """Form -> nodes -> seconds of every run but the first of each visit."""
+    """Return form -> nodes -> seconds of every run; the first run of each turn is a warm-up."""
     seconds: dict[str, dict[int, list[float]]] = {
         form: {count: [] for count in COUNTS} for form in FORMS
     }
@@ -106,7 +107,7 @@ def measure(
 
 
 def table(seconds: dict[str, dict[int, list[float]]]) -> str:
-    """Markdown: least and median milliseconds."""
+    """Return a Markdown table of minimum and median milliseconds."""
     rows = [
         [form, *(f"{min(runs) * 1e3:.1f} / {median(runs) * 1e3:.1f}" for runs in by_count.values())]
         for form, by_count in seconds.items()
@@ -115,13 +116,13 @@ def table(seconds: dict[str, dict[int, list[float]]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every run as JSON."""
+    """Run the command line; print the table and write every run as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     timing.add_options(parser)
     parser.add_argument("--context", type=int, default=200, help="tokens before the root")
     parser.add_argument("--repeats", type=int, default=6)
     options = parser.parse_args(argv)
-    # 8-bit layers log in every call that they cast their inputs.
+    # 8-bit layers log a warning about cast inputs at every call.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     model, clock = timing.begin(options)
     vocab = model.config.get_text_config().vocab_size

@@ -1,9 +1,9 @@
-"""The same model with as many key-value heads as query heads.
+"""Copy a model with one key-value head per query head.
 
 A Falcon head copies the target's last layer. With grouped-query attention its keys and values are
-narrow: in SmolLM2-135M, three heads of nine. Keys and values of this copy are repeated, so that the
-model computes the same, and a head of it starts with keys and values of full width. Train it on the
-answers of the original. Run as
+narrow: SmolLM2-135M has three key-value heads for nine query heads. This copy repeats them, so the
+model computes the same, and a Falcon head for it starts with full-width keys and values. Train the
+head on answers of the original model. Run as
 `python -m examples.studies.falcon.full_width --model MODEL --out FOLDER`.
 """
 
@@ -22,7 +22,7 @@ REPEATED = (".k_proj.", ".v_proj.")
 
 
 def full_width(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of `model` in which every query head has keys and values of its own."""
+    """Return a copy of `model` in which every query head has its own keys and values."""
     config = copy.deepcopy(model.config)
     narrow, wide_heads = config.num_key_value_heads, config.num_attention_heads
     config.num_key_value_heads = wide_heads
@@ -37,13 +37,13 @@ def full_width(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _repeated(weight: torch.Tensor, narrow: int, wide_heads: int) -> torch.Tensor:
-    """Return the rows of `narrow` heads repeated head by head, for `wide_heads` heads."""
+    """Repeat the rows of each of `narrow` heads, to `wide_heads` heads."""
     heads = weight.unflatten(0, (narrow, -1))
     return heads.repeat_interleave(wide_heads // narrow, dim=0).flatten(0, 1)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--out", type=Path, required=True, help="folder of the copy")

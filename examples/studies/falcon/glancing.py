@@ -1,10 +1,10 @@
-"""Does glancing (CSGD) help, by number of attention layers and by what is learned at its places.
+"""Measure if glancing (CSGD) helps, by attention layers and loss at replaced positions.
 
-Trains a Falcon head for every combination of attention layers, schedule, and seed with equal data:
-no replaced inputs ("off"), a share of them that falls to zero with replaced places learned, as in
-the paper ("learned"), and without learning them ("unlearned"); see Gao et al. 2024, arXiv
-2412.12639, tables 4 and 5. All of one seed are trained before the next seed. The record is written
-after every training, and the same command continues where it was interrupted. Run as
+Trains a Falcon head for every combination of attention layers, schedule, and seed on the same data.
+Schedules: no replaced inputs ("off"); a share of replaced inputs that falls to zero, with a loss at
+the replaced positions as in the paper ("learned") or without one ("unlearned"). See Gao et al.
+2024, arXiv 2412.12639, tables 4 and 5. Each seed is finished before the next one starts. The record
+is written after every training, and the same command resumes an interrupted study. Run as
 `python -m examples.studies.falcon.glancing --model MODEL --responses ANSWERS.jsonl --work FOLDER
 --out RECORD.json`; options after `--` are those of `hf-spec train falcon`.
 """
@@ -29,13 +29,13 @@ CSGD = {
     "learned": ["--csgd", "steps"],
     "unlearned": ["--csgd", "steps", "--no-learn-replaced"],
 }
-# Equal for all; the weights of the losses are those of the shipped heads.
+# Same for all trainings; the loss weights are those of the shipped heads.
 COMMON = ["--num-train-epochs", "2", "--soft-weight", "1", "--hard-weight", "0.1"]
 ADAPTER = "adapter_config.json"
 
 
 def commands(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    """Return the name of every training and its arguments of `hf-spec`, seed by seed."""
+    """Yield the name of every training and its `hf-spec` arguments, seed by seed."""
     answers = [word for path in options.responses for word in ("--responses", str(path))]
     for seed, layers, csgd in product(range(options.seeds), options.layers, options.csgd):
         name = f"k{options.block_size}-l{layers}-{csgd}-{seed}"
@@ -46,7 +46,7 @@ def commands(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 
 
 def table(finished: Mapping[str, Any]) -> str:
-    """Return Markdown: per kind the held-out tau of one pass, mean and range over seeds."""
+    """Return a Markdown table of the held-out tau of one pass: mean and range over seeds."""
     rows = []
     for kind, taus in trainings.by_kind(finished, "tau").items():
         block, layers, csgd = kind.split("-")
@@ -59,7 +59,7 @@ def table(finished: Mapping[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table."""
+    """Run the command line; print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--responses", type=Path, action="append", required=True)

@@ -1,4 +1,4 @@
-"""Learning curves of recorded trainings: a figure of their evaluations over the tokens seen.
+"""Plot learning curves of recorded trainings: an evaluated figure over the tokens seen.
 
 Run as `python -m examples.studies.falcon.training_curves RECORD.json ... --out plot.svg`, on
 records such as `examples/studies/falcon/smollm2_falcon_training.json` and those of
@@ -18,12 +18,12 @@ from hf_spec.evaluation.bench.plots import Series, lines
 
 
 def training_curves(records: Mapping[str, Any], figure: str) -> Series:
-    """Evaluations of every training in `records` over the answer tokens it had seen, in millions.
+    """Return the evaluations of each training over the answer tokens seen, in millions.
 
     Args:
-        records: name -> a training with its "evaluations"; what has none, or does not say how many
-            tokens were seen, is left out.
-        figure: which of the evaluated figures, such as "tau".
+        records: name -> a training with its "evaluations"; entries without evaluations or token
+            counts are left out.
+        figure: name of an evaluated figure, such as "tau".
     """
     found = {}
     for name, training in records.items():
@@ -35,7 +35,7 @@ def training_curves(records: Mapping[str, Any], figure: str) -> Series:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", type=Path, nargs="+", help="JSON files with trainings")
     parser.add_argument("--only", nargs="+", default=[], help="names of trainings; all by default")

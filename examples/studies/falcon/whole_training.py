@@ -1,9 +1,9 @@
-"""A Falcon head from a list of prompts: answers, training, fewer bits and a tree, in one command.
+"""Train a Falcon head from prompts: answers, training, quantization, and calibration of the tree.
 
 Run as `python -m examples.studies.falcon.whole_training --model MODEL --prompts PROMPTS.jsonl
---work FOLDER --out HEAD`, in the background; options behind `--` are those of `hf-spec train
-falcon`. Every part goes on where an earlier run was interrupted, and `FOLDER`, which may lie
-outside a checkout, keeps answers, features and checkpoints.
+--work FOLDER --out HEAD`, in the background; options after `--` are those of `hf-spec train
+falcon`. Every part resumes an interrupted run. `FOLDER`, which may be outside a checkout, stores
+answers, features and checkpoints.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hf_spec.methods.falcon.settings import FalconTrainSettings
 from hf_spec.training.held_out import split_by_hash
 from hf_spec.training.responses import read_responses
 
-# What `hf-spec calibrate falcon` reads.
+# Held-out answers for `hf-spec calibrate falcon`.
 HELD = "held-back.jsonl"
 
 
 def commands(options: argparse.Namespace) -> list[list[str]]:
-    """The arguments of `hf-spec`, part by part."""
+    """Return the `hf-spec` arguments of each part."""
     found, answers = [], []
     target = [options.model]
     kept = "fused" if "--fused" in options.train else "last"
@@ -43,12 +43,12 @@ def commands(options: argparse.Namespace) -> list[list[str]]:
 
 
 def run_part(words: list[str]) -> None:
-    """Run `hf-spec` with these arguments in a process of its own."""
+    """Run `hf-spec` with these arguments in a separate process."""
     subprocess.run([sys.executable, "-m", "hf_spec", *words], check=True)
 
 
 def write_held_back(work: Path) -> int:
-    """Write the answers that a training on those in `work` holds back, and say how many."""
+    """Write the held-out answers of a training on those in `work`; return their number."""
     share = FalconTrainSettings().held_back
     held: list[str] = []
     for path in sorted(work.glob("answers-*.jsonl")):
@@ -60,7 +60,7 @@ def write_held_back(work: Path) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with turns")

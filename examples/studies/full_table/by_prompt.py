@@ -1,10 +1,10 @@
-"""Strategies against plain `generate()`, prompt by prompt: the slowest prompt, and the median.
+"""Compare strategies with plain `generate()` prompt by prompt: slowest, median, and fastest.
 
-Run as `python -m examples.studies.full_table.by_prompt --help` says. All run in rotating order on
-every prompt; a prompt counts with its fastest repetition, since other work on the machine only ever
-adds time. The record is written after every prompt, and the same command continues it. Outputs that
-differ from those of plain `generate()` are examined: ties, or mistakes. With --no-plain, the first
-strategy takes the place of plain `generate()`.
+Run `python -m examples.studies.full_table.by_prompt --help` for the options. All contenders run in
+rotating order on every prompt. The fastest repetition counts, since other work on the machine only
+ever adds time. The record is written after every prompt, and the same command resumes it. Outputs
+that differ from plain `generate()` are classified as ties or bugs. With --no-plain, the first
+strategy is the reference instead of plain `generate()`.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from hf_spec.evaluation.bench.entries import parse_entries
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.lossless.mismatch import differences
 
-# Tokens of the first call. Output heads are screened after some passes (`packed_weights`).
+# New tokens of the warm-up: enough passes to screen the output head (see `packed_weights`).
 WARM_UP = 80
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What one contender did with one prompt in all repetitions.
+    """Results of one contender on one prompt; all but the times are from the last repetition.
 
     Attributes:
-        prompt, contender: their names.
-        seconds: of each repetition.
-        elapsed: the same by the clock on the wall, whatever `seconds` counts.
-        new_tokens: that it generated.
-        tau: accepted tokens per target forward, in the last repetition; None for plain.
-        nodes: target tokens per forward, likewise.
-        draft_seconds, verify_seconds: likewise.
-        counters: of the drafter, likewise.
-        differences: where it does not say what plain says, with what `verify` finds there.
+        prompt, contender: names.
+        seconds: elapsed or processor time of each repetition, depending on --processor-time.
+        elapsed: wall-clock time of each repetition.
+        new_tokens: number of generated tokens.
+        tau: accepted tokens per target forward pass; None for plain.
+        nodes: target tokens per forward pass; None for plain.
+        draft_seconds, verify_seconds: time of the parts; None for plain.
+        counters: counters of the drafter.
+        differences: differences from the reference output, classified as by `hf-spec verify`.
     """
 
     prompt: str
@@ -63,15 +63,15 @@ class Timed:
     differences: list[dict[str, Any]]
 
     def per_token(self, clock: str) -> float:
-        """The least time of a token, by `seconds` or `elapsed`."""
+        """Return the minimum time per token, by `seconds` or `elapsed`."""
         return min(getattr(self, clock)) / self.new_tokens
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model, its contenders behind the reference, and how long and often each is timed.
+    """Model, contenders with the reference first, and the workload.
 
-    With `other_weights`, contenders that are not ours say something else, which is not examined.
+    With `other_weights`, outputs of other libraries are not compared, since their weights differ.
     """
 
     model: Any
@@ -83,7 +83,7 @@ class Subject:
 
 
 def measure(subject: Subject, name: str, ids: Tensor, first: int = 0) -> Iterator[Timed]:
-    """Every contender on a prompt of (1, L) ids, in an order that begins with the given one."""
+    """Run every contender on a prompt of (1, L) ids; the first repetition starts with `first`."""
     contenders, new_tokens, clock = subject.contenders, subject.new_tokens, subject.clock
     mask = torch.ones_like(ids)
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
@@ -119,7 +119,7 @@ def measure(subject: Subject, name: str, ids: Tensor, first: int = 0) -> Iterato
 
 
 def table(records: Sequence[Timed], clock: str = "seconds") -> str:
-    """Markdown: per strategy the ratios of speed over prompts, tau and nodes."""
+    """Return a Markdown table of speedups over prompts, tau, and nodes per strategy."""
     names = list(dict.fromkeys(record.contender for record in records))
     reference = {r.prompt: r.per_token(clock) for r in records if r.contender == names[0]}
     rows = []
@@ -146,7 +146,7 @@ def table(records: Sequence[Timed], clock: str = "seconds") -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is measured, beside where and how."""
+    """Add the options of `timing` and of the workload."""
     timing.add_options(parser)
     parser.add_argument("--strategy", action="append", required=True, help="as for `bench`")
     parser.add_argument("--assistant", action="append", default=[], help="as for `bench`")
@@ -176,7 +176,7 @@ def ours(model: Any, options: argparse.Namespace) -> list[Contender]:
 
 
 def run(options: argparse.Namespace, subject: Subject, facts: Mapping[str, Any]) -> None:
-    """Measure the prompts that the record lacks, and print the table of all."""
+    """Measure the prompts that are not in the record yet, and print the table of all."""
     began = time.perf_counter()
     settings = {
         "dtype": options.dtype,
@@ -211,7 +211,7 @@ def run(options: argparse.Namespace, subject: Subject, facts: Mapping[str, Any])
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every run as JSON."""
+    """Run the command line; print the table and write every run as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     parser.add_argument("--no-plain", action="store_true", help="leave plain generate() out")

@@ -1,8 +1,8 @@
-"""The tables of docs/benchmarks.md: two small models, every strategy, everything it is compared to.
+"""Measure the tables of docs/benchmarks.md: every strategy and baseline on two small models.
 
-Run as `python -m examples.studies.full_table.measure --help` says, from the root of a checkout,
-where the adapters lie. Each model's results are a JSON file and a folder of plots, which
-`python -m hf_spec.evaluation.bench.report` prints and draws again.
+Run `python -m examples.studies.full_table.measure --help` for the options, from the root of a
+checkout, which contains the adapters. Each model's results are a JSON file and a folder of plots;
+`python -m hf_spec.evaluation.bench.report` prints and plots them again.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from hf_spec.evaluation.bench.report import markdown
 from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.evaluation.settings import Suite
 
-# With their defaults.
+# Strategies with a draft model, with default options.
 DRAFTS = ("draft", "tree", "gsd")
 
 
 @dataclass(frozen=True)
 class TestedModel:
-    """A model and what is measured on it.
+    """A model and the strategies that are measured on it.
 
     Attributes:
-        name: of the model and of its files.
-        folder: gives the folder of the model.
-        draft: assistant of the strategies that draft with a model.
-        drafts: these strategies.
-        adapters: method -> adapter of that method; those that are not there are left out.
+        name: name of the model.
+        folder: function that returns the folder of the model.
+        draft: assistant of `drafts`, unless `adapters` has a draft model.
+        drafts: strategies with a draft model.
+        adapters: method -> adapter of that method; missing ones are left out.
     """
 
     name: str
@@ -48,7 +48,7 @@ class TestedModel:
     adapters: dict[str, str]
 
     def entries(self, adapters: Path) -> list[Entry]:
-        """The strategies, with adapters from the folder `adapters`."""
+        """Return the strategies, with adapters from the folder `adapters`."""
         at = {method: str(adapters / name) for method, name in self.adapters.items()}
         found = {method: path for method, path in at.items() if Path(path).is_dir()}
         draft = found.get("draft", self.draft)
@@ -77,7 +77,7 @@ MODELS = {
 
 
 def digests(tested: TestedModel, adapters: Path) -> dict[str, str]:
-    """Return the SHA-256 of each adapter's weights, by which a record is known to be current."""
+    """Return the SHA-256 of each adapter's weights, which shows if a record is current."""
     files = {
         name: adapters / name / "adapter_model.safetensors" for name in tested.adapters.values()
     }
@@ -89,7 +89,7 @@ def digests(tested: TestedModel, adapters: Path) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the tables of each model and writes its files."""
+    """Run the command line; print the tables of each model and write its files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--adapters", type=Path, default=Path("examples/adapters"))

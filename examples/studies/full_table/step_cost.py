@@ -1,6 +1,6 @@
-"""The cost of one target forward by number of tree nodes, in a table.
+"""Measure the cost of a target forward pass by number of tree nodes.
 
-Run as `python -m examples.studies.full_table.step_cost --help` says.
+Run `python -m examples.studies.full_table.step_cost --help` for the options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_spec.evaluation.bench.tables import Table
 
 
 def table(seconds: dict[str, dict[int, list[float]]]) -> str:
-    """Markdown: median milliseconds by node count, and cost relative to one node."""
+    """Return a Markdown table of median milliseconds by node count, and costs relative to one."""
     counts = sorted(seconds["auto"])
     middle = {form: {n: median(v) * 1e3 for n, v in rows.items()} for form, rows in seconds.items()}
     auto, plain = middle["auto"], middle["transformers"]
@@ -32,7 +32,7 @@ def table(seconds: dict[str, dict[int, list[float]]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every repetition as JSON."""
+    """Run the command line; print the table and write every repetition as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--context", type=int, default=200, help="tokens before the root")

@@ -1,8 +1,8 @@
-"""Launches, waits, captures, and copied bytes of a round, counted on a pretended GPU.
+"""Count launches, waits, captures, and copied bytes of a round on a simulated GPU.
 
 Run as `python -m examples.studies.gpu.counts --out counts.json`. No GPU is needed: `tests.fake_gpu`
-computes on the CPU and counts what a real device would be asked. The models have random weights and
-a few layers, so counts of replayed graphs are those of large models; bytes are those of the tiny
+computes on the CPU and counts the operations of a real device. The models have random weights and a
+few layers. Counts of replayed graphs are those of large models; bytes are those of the tiny
 vocabulary.
 """
 
@@ -45,11 +45,11 @@ NEW_TOKENS = 48
 
 @dataclass(frozen=True)
 class Counts:
-    """Medians over the rounds of a second call that verify a draft, after its first two.
+    """Medians over rounds with a draft in a second call, without its first two rounds.
 
     Attributes:
-        captures: graphs captured in the call.
-        rounds: rounds of the call.
+        captures: number of graphs captured in the call.
+        rounds: number of rounds of the call.
     """
 
     launches: float
@@ -83,7 +83,7 @@ CASES = {
 
 
 def measure(name: str) -> Counts:
-    """Count the rounds of a second call of the case."""
+    """Return the counts of a second call of a case."""
     graph_store.forget()
     with pytest.MonkeyPatch.context() as patch, Device(CASES[name], patch) as device:
         drafter = device.drafter()
@@ -99,7 +99,7 @@ def measure(name: str) -> Counts:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; prints a table and writes the record."""
+    """Run the command line; print a table and write the record."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.studies.gpu.counts", description=__doc__
     )

@@ -1,10 +1,10 @@
-"""Estimated times per token on an H100, from bytes and kernel launches of published models.
+"""Estimate times per token on an H100 from bytes and kernel launches of published models.
 
 Run as `python -m examples.studies.gpu.estimates --out estimates.json`; no GPU is needed. Bytes come
 from models of the published sizes on the meta device. Launches are counted on copies of the same
-architecture with tiny layers. A step takes the time to read its bytes, that of its kernels, and the
-host's time per round; the costs of these are fitted to the measured rounds of models with random
-weights (`rounds_h100*.json`).
+architecture with tiny layers. The time of a step is the sum of reading its bytes, its kernels, and
+the host time per round. These costs are fitted to the measured rounds of models with random weights
+(`rounds_h100*.json`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
 from tests.fake_gpu import launches, on_gpu, pretended
 
-# Published configs: class, and hidden size, MLP size, layers, heads, key heads, head size,
-# vocabulary, and the rest.
+# Published configs: class name, sizes in the order of NAMES, and other options.
 NAMES = (
     "hidden_size",
     "intermediate_size",
@@ -65,7 +64,7 @@ MODELS: dict[str, Published] = {
     "SmolLM2-135M": ("Llama", (576, 1536, 30, 9, 3, 64, 49152), TIED),
     "SmolLM2-135M, 3 layers": ("Llama", (576, 1536, 3, 9, 3, 64, 49152), TIED),
 }
-# Targets of the table and their draft models.
+# Draft models by target of the table.
 DRAFTS = {
     "Llama-3.1-8B": "Llama-3.2-1B",
     "Qwen3-4B": "Qwen3-0.6B",
@@ -78,16 +77,16 @@ TINY = (64, 128, 0, 4, 2, 16, 128)
 CONTEXTS = (1024, 8192)
 # gpt-oss's experts are published in 4.25 bits per weight, everything else in 16.
 BYTES, EXPERT_BYTES = 2.0, 4.25 / 8
-# Time to read the weights of the sizes of Llama-3.1-8B once, measured in run A.
+# Time to read weights with the sizes of Llama-3.1-8B once, measured in run A.
 MEASURED_FLOOR_MS = 4.99
-# Accepted draft tokens per round: of the measured rows, and assumed in the estimates.
+# Accepted draft tokens per round: in the measured rows, and assumed in the estimates.
 CIRCLE_TAU = 4.8
 TAU = {"lookup": 1.0, "draft": 2.5}
 DRAFT_LENGTH = 5
 
 
 def config_of(name: str, layers: int | None = None) -> PreTrainedConfig:
-    """Return the published config; with `layers`, one of that many tiny layers."""
+    """Return the published config; with `layers`, a config of N tiny layers."""
     kind, sizes, options = MODELS[name]
     values: dict[str, Any] = dict(zip(NAMES, sizes if layers is None else TINY, strict=True))
     options = dict(options)
@@ -101,7 +100,7 @@ def config_of(name: str, layers: int | None = None) -> PreTrainedConfig:
 
 
 def weight_bytes(name: str) -> float:
-    """Return the bytes of weights that a decoding step reads, the head among them."""
+    """Return the bytes of weights that a decoding step reads, including the output head."""
     config = config_of(name)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -117,7 +116,7 @@ def weight_bytes(name: str) -> float:
 
 
 def kv_bytes(name: str, context: int) -> float:
-    """Return the bytes of keys and values that a step after `context` tokens reads."""
+    """Return the bytes of the KV cache that a step after `context` tokens reads."""
     config: Any = config_of(name)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     lengths = [
@@ -128,7 +127,7 @@ def kv_bytes(name: str, context: int) -> float:
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that a device would run; `number` is the count so far."""
+    """Counter of operations that launch a kernel; `number` is the count so far."""
 
     number = 0
 
@@ -138,14 +137,14 @@ class Launches(TorchDispatchMode):
 
 
 def tiny(name: str, layers: int) -> Any:
-    """Return a model of the architecture in bfloat16, whose rounding is an operation, too."""
+    """Return a tiny model of the architecture in bfloat16, so that its casts are counted too."""
     torch.manual_seed(0)
     config = config_of(name, layers)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def eager_launches(model: Any) -> float:
-    """Return the operations of plain `generate()` per token."""
+    """Return the launches of plain `generate()` per token."""
     counts = []
     ids = torch.arange(1, 9)[None]
     for tokens in (4, 12):
@@ -159,7 +158,7 @@ def captured_launches(model: Any) -> float:
     """Return the kernels of a step of the engine over one token, without fused layers."""
     tree, histogram = DraftTree.from_rows([([5], [-1])]), torch.histc
     with pytest.MonkeyPatch.context() as patch, pretended(patch) as gpu, torch.no_grad():
-        # Experts are counted by a histogram of integers, which a CPU does not have.
+        # Experts are counted by a histogram of integers, which the CPU does not support.
         patch.setattr(
             torch, "histc", lambda ids, *rest, **named: histogram(ids * 1.0, *rest, **named)
         )
@@ -174,7 +173,7 @@ def captured_launches(model: Any) -> float:
 
 @contextmanager
 def _fused_on_cpu() -> Iterator[list[int]]:
-    """Fuse layers as for a GPU; collect the kernels of each kind of layer."""
+    """Fuse layers as for a GPU; yield a list of the kernel counts of each kind of layer."""
     from torch import _inductor
     from torch._inductor import metrics
 
@@ -183,7 +182,7 @@ def _fused_on_cpu() -> Iterator[list[int]]:
     def counted(module: Any, inputs: Any, options: Any) -> Any:
         metrics.reset()
         run = compile_graph(module, inputs, options=options)
-        # Products are not generated; attention is two kernels, which store and read keys.
+        # Matmuls are not generated; attention has two kernels, which write and read the KV cache.
         names = [str(node.target) for node in module.graph.nodes]
         found.append(metrics.generated_kernel_count + sum("mm" in name for name in names) + 2)
         return run
@@ -196,7 +195,7 @@ def _fused_on_cpu() -> Iterator[list[int]]:
 
 
 def fused_launches(model: Any) -> float:
-    """Return the kernels of a fused layer, as many as Inductor makes of it for a CPU."""
+    """Return the kernels of a fused layer, as counted for Inductor's CPU backend."""
     with _fused_on_cpu() as found:
         report = hf_spec.compile(model)
     assert not report.refused, report.refused
@@ -205,7 +204,7 @@ def fused_launches(model: Any) -> float:
 
 @dataclass(frozen=True)
 class Counts:
-    """Operations per layer, and those of a token or step outside of the layers."""
+    """Operations per layer, and per token or step outside of the layers."""
 
     eager_layer: float
     eager_rest: float
@@ -236,7 +235,7 @@ def counts_of(kind: str) -> Counts:
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes, launches of plain `generate()`, and kernels of a captured step, fused or not."""
+    """Bytes read, launches of plain `generate()`, and kernels of a captured step, fused or not."""
 
     read: float
     eager: float
@@ -257,10 +256,10 @@ class Host:
     """Costs that depend on the host of a run.
 
     Attributes:
-        launch_us: of a launch in plain `generate()`.
-        round_ms: of a captured round beside its kernels.
-        lookup_ms: of a round with lookups beside that.
-        draft_ms: of a draft token beside its kernels.
+        launch_us: time of a launch in plain `generate()`.
+        round_ms: time of a captured round without its kernels.
+        lookup_ms: additional time of a round with lookup.
+        draft_ms: time of a draft token without its kernels.
     """
 
     launch_us: float
@@ -274,9 +273,9 @@ class Machine:
     """Costs of the device, and hosts by run.
 
     Attributes:
-        bytes_per_ms: of weights.
-        kernel_us: of a captured kernel beside its bytes.
-        profiled: kernels that were profiled per counted one, in fused layers and in others.
+        bytes_per_ms: bandwidth of reading weights.
+        kernel_us: time of a captured kernel besides reading its bytes.
+        profiled: profiled kernels per counted one, in fused and uncompiled layers.
     """
 
     bytes_per_ms: float
@@ -299,11 +298,11 @@ class Machine:
         return max(1e-3 * self.hosts[run].launch_us * step.eager, step.read / self.bytes_per_ms)
 
     def none(self, step: Step, run: str, fused: bool) -> float:
-        """Return the milliseconds of a round without a draft."""
+        """Return the milliseconds of a round without drafting."""
         return self.captured(step, fused) + self.hosts[run].round_ms
 
     def lookup(self, step: Step, run: str, fused: bool, tau: float) -> float:
-        """Return the milliseconds per token with lookups."""
+        """Return the milliseconds per token with lookup."""
         return (self.none(step, run, fused) + self.hosts[run].lookup_ms) / (1 + tau)
 
     def draft(self, step: Step, draft: Step, run: str, fused: bool, tau: float) -> float:
@@ -312,9 +311,9 @@ class Machine:
         return (self.none(step, run, fused) + DRAFT_LENGTH * token) / (1 + tau)
 
 
-# Names of the measured sizes here and in the records. Their heads are separate: the same bytes.
+# Names of the measured sizes here and in the records, whose heads are untied: the same bytes.
 MEASURED = {"Llama-3.1-8B": "llama-3.1-8b", "SmolLM2-135M": "smollm2-135m"}
-# Way of the records that is `none`, by run and model; and whether its layers are fused.
+# Rows of `none` in the records: run, model, way, and True if the layers are fused.
 NONE_ROWS = [
     ("A, uncompiled", "Llama-3.1-8B", "none, uncompiled", False),
     ("A, uncompiled", "SmolLM2-135M", "none", False),
@@ -331,7 +330,7 @@ def measured(run: str, model: str, way: str) -> float:
 
 
 def fitted(counts: Mapping[str, Counts]) -> Machine:
-    """Return the costs with the least squared errors of the measured rows."""
+    """Return the costs that fit the measured rows by least squares."""
     steps = {name: Step.of(name, counts) for name in (*MEASURED, *map(_draft, MEASURED))}
     speed = weight_bytes("Llama-3.1-8B") / MEASURED_FLOOR_MS
     large, profiled = steps["Llama-3.1-8B"], ways(load(CURRENT), MEASURED["Llama-3.1-8B"])
@@ -374,7 +373,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def compared(machine: Machine, counts: Mapping[str, Counts]) -> list[dict[str, Any]]:
-    """Return the estimates of measured rows beside the measured times."""
+    """Return estimated and measured times of the measured rows."""
     found = []
     for run in RUNS:
         for model in MEASURED:
@@ -399,7 +398,7 @@ def compared(machine: Machine, counts: Mapping[str, Counts]) -> list[dict[str, A
 
 
 def estimated(machine: Machine, counts: Mapping[str, Counts]) -> list[dict[str, Any]]:
-    """Return the estimates per target and context: all with fused layers, for both hosts."""
+    """Return the estimates per target and context, with fused layers, for both hosts."""
     found = []
     for name, drafter in DRAFTS.items():
         for context in CONTEXTS:
@@ -445,7 +444,7 @@ def study() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; writes the record and prints its tables."""
+    """Run the command line; write the record and print its tables."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.studies.gpu.estimates", description=__doc__
     )

@@ -1,9 +1,9 @@
-"""First minutes on a GPU: is the output correct, and what do rounds and kernels cost?
+"""First checks on a GPU: correctness of the output, and costs of rounds and kernels.
 
-Run from a checkout, see `python -m examples.studies.gpu.first_light --help`. It needs no network
-and only the package with its tests. Every part is a process with a time limit, and no failure stops
-the other parts. The parts form three groups of at most ten minutes each; `--group` runs one of
-them, where a GPU is available for that long only. Results are JSON files and a log in one folder.
+Run from a checkout; see `python -m examples.studies.gpu.first_light --help`. It needs no network,
+only the package with its tests. Every part is a process with a time limit, and a failure does not
+stop the other parts. The parts form three groups of at most ten minutes each; `--group` runs a
+single one if the GPU is available for no longer. Results are JSON files and a log in one folder.
 `--dry-run` tries everything out on a CPU with small sizes.
 """
 
@@ -25,7 +25,7 @@ from hf_spec.common.files import write_json
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
 ROUNDS = [sys.executable, "-m", "examples.studies.gpu.rounds"]
 ATTENTION = [sys.executable, "-m", "examples.studies.kernels.tree_attention"]
-# Files that run all architectures and strategies on the device of HF_SPEC_TEST_DEVICE.
+# Tests that run all architectures and strategies on the device in HF_SPEC_TEST_DEVICE.
 IDENTITY = ["tests/test_identity.py", "tests/test_batches.py"]
 
 
@@ -40,7 +40,7 @@ class Part:
 
 
 def groups(out: Path, dry: bool) -> dict[str, list[Part]]:
-    """Return the parts by group, in the order in which they run.
+    """Return the parts of each group, in the order in which they run.
 
     Groups take at most ten minutes each, and measurements that may run out of time come last.
     """

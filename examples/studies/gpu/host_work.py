@@ -1,9 +1,9 @@
-"""Host time of the parts of a captured round, and which of them wait for its result.
+"""Measure the host time of the parts of a captured round.
 
 Run as `python -m examples.studies.gpu.host_work --out host_work.json` on an otherwise idle machine.
-No GPU is needed: a replay does nothing, so all times are those of Python. A GPU is idle during the
-parts between the outcome of a round and the next replay. Streaming waits for that replay, as it
-does with a GPU.
+No GPU is needed: replays do nothing, so only Python is timed. A GPU would be idle during the parts
+between the verdict of a round and the next replay. Streaming runs after that replay is launched, as
+it does with a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hf_spec.methods.registry import make_drafter
 from tests import tiny_models
 
 NEW_TOKENS = 160
-# Parts in the order of a round, and where each is: a module or class, and a name.
+# Parts in the order of a round: the module or class of each, and the attribute name.
 PARTS: dict[str, tuple[Any, str]] = {
     "lookup": (LookupDrafter, "draft"),
     "tokens of the rows": (RowStorage, "plan"),
@@ -57,12 +57,12 @@ PARTS: dict[str, tuple[Any, str]] = {
     "kept keys and values": (ModelRunner, "keep"),
     "observed acceptance": (LookupDrafter, "observe"),
 }
-# The work of the device.
+# Parts that run on the device.
 DEVICE = ("replay", "verify_tree")
 
 
 class HostTimes:
-    """Exclusive microseconds of functions by part: those of the parts that they call are not in."""
+    """Exclusive microseconds of each part, without the parts that it calls."""
 
     def __init__(self) -> None:
         self.rounds: list[dict[str, float]] = []
@@ -79,7 +79,7 @@ class HostTimes:
         self._inner[-1] += took
 
     def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `run` as a part."""
+        """Wrap `run` so that its time is added to a part."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.part(name):
@@ -90,7 +90,7 @@ class HostTimes:
 
 @contextmanager
 def replays_of_nothing(times: HostTimes) -> Iterator[None]:
-    """Let steps of the CPU be captured; a replay returns what the capture computed."""
+    """Enable graph capture on the CPU; a replay returns the outputs of the capture."""
 
     def record(shape: Any, compute: Any, pool: Any, memory: Any) -> None:
         shape.outputs = compute(shape, pool)
@@ -138,7 +138,7 @@ def measure(rows: int, streams: bool) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; prints a table and writes the record."""
+    """Run the command line; print a table and write the record."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.studies.gpu.host_work", description=__doc__
     )

@@ -1,8 +1,8 @@
-"""Costs of rounds on a GPU, and the lines that make the host wait, on models of random weights.
+"""Measure round costs and host synchronization on a GPU, on models with random weights.
 
 See `python -m examples.studies.gpu.rounds --help`; `first_light` runs all parts. The models have
-the sizes of published ones and repeat the tokens of a circle, so all drafts of lookup and of a
-draft model are accepted: `tau` is an upper bound, and the costs are real.
+the sizes of published ones and repeat a cycle of tokens, so all drafts of lookup and of a draft
+model are accepted: `tau` is an upper bound, and the costs are real.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ SIZES = {
 SMALL = {"small": (64, 128, 3, 4, 2, 512)}
 # Draft models by target; the default has an eighth of the layers.
 DRAFTS = {"llama-3.1-8b": "llama-3.2-1b"}
-# Calls that are timed, after two that compile and capture.
+# Number of timed calls, and of warm-up calls that compile and capture.
 CALLS, WARM_UPS = 3, 2
-# New tokens of a call; few for slow calls: plain `generate()` and drafts that are never accepted.
+# New tokens of a call, and of slow calls: plain `generate()` and drafts that are never accepted.
 NEW_TOKENS, FEW_TOKENS = 128, 32
-# Kernels that are listed, longest first.
+# Number of listed kernels, longest first.
 KERNELS = 12
-# Tokens of a circle: longer than a draft, shorter than a prompt.
+# Length of the token cycle: longer than a draft, shorter than a prompt.
 CIRCLE = 24
 PROMPT = 100
 
 
 def build(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a model of these sizes that predicts the next token of the circle by a wide margin."""
+    """Return a model of these sizes that predicts the next token of the cycle by a wide margin."""
     shape: dict[str, Any] = dict(zip(NAMES, sizes, strict=True))
     config = LlamaConfig(**shape, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False)
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
-        # Layers add little to the embedding.
+        # Scale the layers down so that they add little to the embedding.
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(0.01)
             layer.mlp.down_proj.weight.mul_(0.01)
@@ -84,7 +84,7 @@ def build(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any
 
 
 def prompt(batch: int, device: torch.device) -> Tensor:
-    """Return (B, PROMPT) int64 ids; each row repeats a circle of its own."""
+    """Return (B, PROMPT) int64 ids; each row repeats a different cycle."""
     places = torch.arange(batch, device=device)[:, None] + torch.arange(PROMPT, device=device)
     return places % CIRCLE + CIRCLE * torch.arange(1, batch + 1, device=device)[:, None]
 
@@ -99,7 +99,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def fallback(device: torch.device) -> dict[str, Any]:
-    """Return the refusal of a model that cannot be captured, and the memory after each call."""
+    """Return why a model cannot be captured, and the reserved memory after each call."""
     model = build(SMALL["small"], device, torch.float32)
     norm, ids = model.model.norm.forward, torch.ones(1, 20, dtype=torch.long, device=device)
     model.model.norm.forward = lambda states: norm(states) * max(1.0, -float(states.norm()))
@@ -131,8 +131,8 @@ def generate(
 class Assistants:
     """Draft model and heads of a model, each built at its first use.
 
-    The draft model is compiled and says the tokens of the same circle, so its drafts are accepted.
-    The heads have random weights, so theirs are not: their rounds show costs alone.
+    The draft model is compiled and predicts the same cycle, so its drafts are accepted. The heads
+    have random weights, so their drafts are rejected, and their rounds only show costs.
     """
 
     def __init__(self, name: str, model: Any, sizes: Sequence[int]):
@@ -166,8 +166,8 @@ class Way:
     """A way to generate.
 
     Attributes:
-        config: strategy.
-        assistant: name of the attribute of `Assistants`, or "" for none.
+        config: strategy config or name.
+        assistant: attribute name in `Assistants`; "" for no assistant.
         options: other arguments of `generate()`.
         right: True if drafts are accepted.
     """
@@ -178,7 +178,7 @@ class Way:
     right: bool = True
 
 
-# All drafts but those of the default policy and of `auto` have fixed sizes.
+# Drafts have fixed sizes, except with the default policy and `auto`.
 LOOKUP = hf_spec.LookupConfig(max_draft_tokens=5)
 FIVE: dict[str, Any] = {"max_draft_tokens": 5, "length_policy": "static"}
 BEAM: dict[str, Any] = {**FIVE, "tree": "dynamic", "width": 4, "max_nodes": 15}
@@ -205,7 +205,7 @@ def cut(sizes: Sequence[int]) -> list[int]:
 
 
 def measure_plain(model: Any, ids: Tensor, new_tokens: int, **settings: Any) -> dict[str, Any]:
-    """Return times of plain `generate()`, without the prefill."""
+    """Return the times of plain `generate()` after warm-up calls."""
     for _ in range(WARM_UPS):
         generate(model, ids, new_tokens, **settings)
     return timings(model, ids, new_tokens, **settings)
@@ -225,7 +225,7 @@ def timings(model: Any, ids: Tensor, new_tokens: int, **settings: Any) -> dict[s
 
 
 def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Return the seconds to the first token of long prompts: plain, and with `none`."""
+    """Return the seconds to the first token of long prompts, with plain `generate()` and `none`."""
     found = []
     for length in lengths:
         ids = torch.randint(1, CIRCLE, (1, length), device=model.device)
@@ -239,7 +239,7 @@ def measure_prompts(model: Any, lengths: Sequence[int], repeats: int) -> list[di
 
 
 def measure_round(model: Any, ids: Tensor, new_tokens: int, **method: Any) -> dict[str, Any]:
-    """Return times, CUDA graphs, waits by line, and kernels of a way to generate."""
+    """Return times, CUDA graph counts, waits by line, and kernels of a way to generate."""
     reset_peak(ids.device)
     warm = [generate(model, ids, new_tokens, **method) for _ in range(WARM_UPS)]
     found = timings(model, ids, new_tokens, **method)
@@ -287,7 +287,7 @@ def profiled(model: Any, ids: Tensor, new_tokens: int, **method: Any) -> dict[st
 
 @contextmanager
 def waiting() -> Iterator[Counter[str]]:
-    """Count the lines of the block that make the host wait; filled at its end."""
+    """Yield a counter of lines that synchronize with the device; it is filled at the end."""
     found: Counter[str] = Counter()
     on_gpu = torch.cuda.is_available()
     with warnings.catch_warnings(record=True) as caught:
@@ -307,9 +307,9 @@ def waiting() -> Iterator[Counter[str]]:
 def rounds(
     names: Sequence[str], batches: Sequence[int], device: torch.device, wanted: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Measure the ways `wanted`, by default all, and the time to read the weights once.
+    """Measure the `wanted` ways (default: all), and the time to read the weights once.
 
-    Yields all results so far after every measurement, because a part may run out of time.
+    Yields all results so far after every measurement, because a part may reach its time limit.
     """
     dry = device.type == "cpu"
     speed = bandwidth(device, 2**20 if dry else 2**30)
@@ -335,7 +335,7 @@ def rounds(
                 print(name, batch, entry, f"{place[entry]['ms_per_token']:.2f} ms", flush=True)
                 yield found
             if not dry and batch == 1:
-                # Last, for it takes a minute.
+                # Last, because it takes a minute.
                 static = {"cache_implementation": "static", "compile_config": CompileConfig()}
                 place["plain, compiled"] = measure_plain(model, ids, many, **static)
                 yield found

@@ -1,9 +1,9 @@
-"""Write the tables of the README and of this study from its records.
+"""Write the tables of the project README and of this study from the records.
 
     python -m examples.studies.gpu.tables
 
-A table stands between `<!-- gpu: NAME -->` and `<!-- end -->`. The README's is of `CURRENT`; a new
-run of `first_light` replaces that file by its `rounds.json`.
+Tables are written between `<!-- gpu: NAME -->` and `<!-- end -->`. The README's table shows
+`CURRENT`; to update it, replace that file with the `rounds.json` of a new run of `first_light`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAGES = (ROOT / "README.md", FOLDER / "README.md")
 BLOCK = re.compile(r"(<!-- gpu: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CURRENT = FOLDER / "rounds_h100.json"
 ESTIMATES = FOLDER / "estimates.json"
-# Runs of the study's tables by heading.
+# Records of the study's tables, by heading.
 RUNS = {"A, uncompiled": FOLDER / "rounds_h100_uncompiled.json", "B, fused": CURRENT}
 # The model and the rows of the README's table.
 MODEL = "llama-3.1-8b"
@@ -51,7 +51,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def ways(record: dict[str, Any], model: str) -> dict[str, dict[str, Any]]:
-    """Return the figures of batch size 1 by way; empty for a model that was not measured."""
+    """Return the figures at batch size 1 by way; empty if the model was not measured."""
     found: dict[str, dict[str, Any]] = record.get(model, {}).get("batch 1", {})
     return found
 
@@ -171,7 +171,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def written(page: str) -> str:
-    """Return a page with current tables."""
+    """Return a page with regenerated tables."""
     return BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)
 
 

@@ -1,12 +1,12 @@
-"""What merging costs a token graph: how much merged nodes differ in what may follow them (GSD).
+"""Measure how much the next-token distributions of merged nodes of a GSD token graph differ.
 
-A graph continues a merged node with what was drafted below its first occurrence. For every node
-that would be merged, this compares the draft model's next-token distribution after the node on its
-own path with the one after that first occurrence: KL(own || first) in nats, as in Table 5 of Gong
-et al. 2024 (arXiv 2407.16207), whose tau is `merge_length`. Random pairs of nodes are the control.
-It also counts nodes that are part of an n-gram that recurs in their draft tree (Figure 3) and
-accepted tokens by rank among their siblings (Figure 7). Run as
-`python -m examples.studies.gsd.merge_divergence --help` says.
+A token graph continues a merged node with the nodes below its first occurrence. For every node that
+would be merged, this compares the draft model's next-token distribution on the node's own path with
+that of the first occurrence: KL(own || first) in nats, as in Table 5 of Gong et al. 2024 (arXiv
+2407.16207), whose tau is `merge_length`. Random pairs of nodes are the control. It also counts
+nodes that are part of an n-gram that recurs in their draft tree (Figure 3), and accepted tokens by
+rank among their siblings (Figure 7). Run `python -m examples.studies.gsd.merge_divergence --help`
+for the options.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ MERGE_LENGTHS = (0, 1, 2, 3)
 CONTROL = "random pair"
 # Lengths of recurring n-grams.
 GRAMS = (1, 2, 3)
-# Pairs whose distributions are compared at once.
+# Number of pairs whose distributions are compared at once.
 CHUNK_PAIRS = 256
 
 Pair = tuple[int, int]
-# Called with every drafted tree of one row, its text and the next-token log-probabilities (N, V).
+# Called with each one-row draft tree, its text, and (N, V) next-token log-probabilities.
 Study = Callable[[DraftTree, list[int], Tensor], None]
 
 
 def merged_pairs(tree: DraftTree, context: Sequence[int], merge_length: int) -> list[Pair]:
-    """The nodes of an unmerged tree that a graph would merge, each with its first occurrence.
+    """Return the nodes of an unmerged tree that a graph would merge, with their first occurrences.
 
     Args:
         tree: a draft of one row; siblings in order of rank.
-        context: the committed tokens, the root's included.
+        context: the committed tokens, including the root.
         merge_length: see `hf_spec.drafting.token_graph`.
 
     Returns:
-        (node, first occurrence) in the order in which they would be drafted. Nodes below a merged
-        one are left out: a graph has none of them.
+        (node, first occurrence) in drafting order. Nodes below a merged one are left out, because
+        a graph does not contain them.
     """
     graph = TokenGraph(context, merge_length)
     places, origins, pairs = {0: 0}, [0], []
     level = [0]
     while level:
-        # The graph drafts level by level, and never below a merged node.
+        # Graphs are drafted level by level, and never below a merged node.
         below = [child for node in level for child in tree.children[node]]
         level = []
         for node in below:
@@ -102,11 +102,11 @@ def recurring(tree: DraftTree, length: int) -> int:
 
 
 def divergence(log_probs: Tensor, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """KL(first of pair || second) in nats and whether both have the same likeliest token.
+    """Return KL(first of pair || second) in nats, and if both have the same most likely token.
 
     Args:
-        log_probs: (N, V) natural logarithms.
-        pairs: indices of two nodes each.
+        log_probs: (N, V) natural log-probabilities.
+        pairs: pairs of node indices.
     """
     compared: list[dict[str, Any]] = []
     for start in range(0, len(pairs), CHUNK_PAIRS):
@@ -119,13 +119,13 @@ def divergence(log_probs: Tensor, pairs: Sequence[Pair]) -> list[dict[str, Any]]
 
 
 class UnmergedDrafter(DraftModelDrafter):
-    """Drafts without merging, and shows every tree with what the draft model says at each node.
+    """Drafter without merging that passes each tree and its log-probabilities to `study`.
 
     Args:
-        config: with `merge_length` None.
+        config: options with `merge_length` None.
         model: the draft model.
         study: called with every tree.
-        ranks: counts accepted tokens by their rank among their siblings.
+        ranks: receives counts of accepted tokens by rank among their siblings.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class UnmergedDrafter(DraftModelDrafter):
         self._reader = ModelRunner(model, 1)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """See `Drafter`; the draft model then runs the leaves too."""
+        """See `Drafter`; then run the draft model on the whole tree, including its leaves."""
         tree = super().draft(state, limits)
         with self._reader.active():
             logits = self._reader.forward(tree, state.tokens).logits
@@ -150,7 +150,7 @@ class UnmergedDrafter(DraftModelDrafter):
         return tree
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """See `Drafter`; counts ranks."""
+        """See `Drafter`; also count ranks of accepted tokens."""
         tree = verdict.tree
         for node in verdict.accepted[0]:
             self._ranks[tree.children[tree.parent[node]].index(node)] += 1
@@ -165,21 +165,21 @@ def compare_merged(
     new_tokens: int,
     config: GsdConfig,
 ) -> dict[str, Any]:
-    """Generate every prompt greedily with unmerged drafts and compare what would be merged.
+    """Answer every prompt greedily with unmerged drafts, and compare nodes that would be merged.
 
     Args:
-        model: the target; its greedy answers are the texts.
+        model: the target model.
         draft: the draft model.
-        prompts: what to answer.
-        tokenizer: of both models.
+        prompts: prompts to answer.
+        tokenizer: tokenizer of both models.
         new_tokens: length of an answer.
-        config: how trees grow; with `merge_length` None.
+        config: options of the trees, with `merge_length` None.
 
     Returns:
         "drafted": number of nodes; "recurring": see `recurring`, for each of `GRAMS`; "ranks":
         number of accepted tokens by rank among their siblings; "pairs": name -> one {"kl", "same"}
-        per pair. Names are the merge lengths and the control, which has as many pairs as merge
-        length 0.
+        per pair. Names are the merge lengths and the control, which has the same number of pairs
+        as merge length 0.
     """
     rng = random.Random(0)  # noqa: S311 - repeatable, not secret
     pairs: dict[str, list[dict[str, Any]]] = {str(name): [] for name in (*MERGE_LENGTHS, CONTROL)}
@@ -213,9 +213,10 @@ def compare_merged(
 
 
 def summary(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per merge length, and the control: count, share of nodes, KL, same likeliest token.
+    """Return a row per merge length and one for the control.
 
-    Numbers are None where nothing would be merged.
+    A row has the count, share of nodes, KL, and share of pairs with the same most likely token.
+    Statistics are None if no node would be merged.
     """
     rows = []
     for name, pairs in measured["pairs"].items():
@@ -234,7 +235,7 @@ def summary(measured: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def text(measured: Mapping[str, Any]) -> str:
-    """Return recurring n-grams and accepted ranks in words."""
+    """Return shares of recurring n-grams and of accepted ranks as text."""
     accepted, drafted = sum(measured["ranks"]), measured["drafted"]
     grams = ", ".join(f"{count / drafted:.1%}" for count in measured["recurring"])
     ranks = ", ".join(f"{count / accepted:.1%}" for count in measured["ranks"] if accepted)
@@ -245,7 +246,7 @@ def text(measured: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown of a summary."""
+    """Return a summary as Markdown."""
 
     def figure(name: str, form: str) -> Callable[[dict[str, Any]], str]:
         return lambda row: "-" if row[name] is None else format(row[name], form)
@@ -262,7 +263,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every pair as JSON."""
+    """Run the command line; print the table and write every pair as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id of the target")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))

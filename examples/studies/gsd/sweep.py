@@ -1,11 +1,10 @@
-"""What thresholds, merging and the number of nodes sent are worth to a graph, counted (GSD).
+"""Count accepted tokens of GSD by thresholds, merge length, and number of verified nodes.
 
-Every setting answers every prompt greedily: how many draft tokens are accepted per forward of the
-target, how many nodes are drafted and sent, and how often an accepted path runs over a merge edge.
-Times are not taken, so any machine gives the same figures; what the nodes cost is in
+Every prompt is answered greedily with every setting. Counts: accepted draft tokens per target
+forward pass, nodes drafted and sent to the target, and rounds whose accepted path uses a merge
+edge. Nothing is timed, so any machine gives the same figures; the cost of nodes is in
 `examples/studies/full_table/smollm2_step_cost.json`. The record is written after every answer, and
-a command that is given again goes on where it was. Run as
-`python -m examples.studies.gsd.sweep --help` says.
+the same command resumes it. Run `python -m examples.studies.gsd.sweep --help` for the options.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.methods.draft_model.loading import resolve_draft_model
 
-# The paper's for its small targets and its large one, then what lets a small draft model branch.
+# The paper's thresholds for small and large targets, and lower ones for small draft models.
 THRESHOLDS = ((0.4, 0.1), (0.2, 0.3), (0.1, 0.2), (0.05, 0.1), (0.02, 0.05))
 MERGE_LENGTHS = (None, 0, 1, 2)
 MAX_NODES = (15, 100)
@@ -45,7 +44,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What is varied, by the names of `GsdConfig`."""
+    """Values of the varied options of `GsdConfig`."""
 
     min_probability: float
     min_sibling_ratio: float
@@ -56,7 +55,7 @@ class Setting:
 
     @property
     def config(self) -> GsdConfig:
-        """Ten levels in every round, as in the paper; no other limit than the cap on nodes."""
+        """Config with ten levels in every round, as in the paper, limited only by the node cap."""
         every = self.max_draft_nodes
         return GsdConfig(length_policy="static", expanded_per_level=every, **vars(self))
 
@@ -68,13 +67,13 @@ def settings(
     max_draft_nodes: int = GsdConfig.max_draft_nodes,
     children: Sequence[int] = (GsdConfig.children,),
 ) -> Iterator[Setting]:
-    """Return all combinations, with one cap on drafted nodes."""
+    """Yield all combinations, with one cap on drafted nodes."""
     for pair, merge_length, most, k in product(thresholds, merge_lengths, max_nodes, children):
         yield Setting(*pair, merge_length, most, max_draft_nodes, k)
 
 
 def answered(pair: Pair, ids: torch.Tensor, new_tokens: int, setting: Setting) -> dict[str, Any]:
-    """The counts of one greedy answer, and its tokens."""
+    """Return the counts of one greedy answer, and its tokens."""
     output = pair.model.generate(
         ids,
         max_new_tokens=new_tokens,
@@ -101,9 +100,9 @@ def sweep(
     wanted: Sequence[Setting],
     known: list[dict[str, Any]],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Answer what is not in `known` yet; all records so far after every answer.
+    """Answer prompts and settings that are not in `known`; yield all records after every answer.
 
-    Records say whether an answer is the same as plain `generate()`'s.
+    A record is marked `identical` if the answer equals that of plain `generate()`.
     """
     done = {(record["prompt"], Setting(**record["setting"])) for record in known}
     for prompt in tqdm(prompts, desc="prompts", disable=None):
@@ -122,7 +121,7 @@ def sweep(
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per setting: sums over prompts and what follows from them."""
+    """Return one row per setting, with tau and counts per round over all prompts."""
     groups: dict[Setting, list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault(Setting(**record["setting"]), []).append(record)
@@ -160,7 +159,7 @@ SUMMED = (
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown of a summary."""
+    """Return a summary as Markdown."""
     columns = {
         "thresholds": lambda row: f"{row['min_probability']:g} / {row['min_sibling_ratio']:g}",
         "`merge_length`": lambda row: str(row["merge_length"]),
@@ -178,7 +177,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table."""
+    """Run the command line; print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id of the target")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))

@@ -1,9 +1,9 @@
-"""lighteval with a stored strategy beside plain decoding: answers and processor seconds.
+"""Compare lighteval with and without a stored strategy: answers and processor time.
 
     python -m examples.studies.integrations.lighteval_speed --items 6 --out lighteval.json
 
-The Python functions of `lm_eval_speed`, through lighteval's model of transformers. Needs the
-package lighteval. SmolLM2-135M-Instruct in float32 by default, one thread.
+Uses the Python functions of `lm_eval_speed` and lighteval's transformers model. Needs the package
+lighteval. Defaults: SmolLM2-135M-Instruct in float32, one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STRATEGIES = (None, "none", "lookup", "auto")
 
 
 def answer(model: Any, folder: str, batch_size: int, items: int, new_tokens: int) -> dict[str, Any]:
-    """Return the answers to the first items, and the seconds that they took."""
+    """Return the answers to the first items, and their processor seconds."""
     lines = ITEMS.read_text("utf-8").splitlines()[:items]
     docs = [
         Doc(
@@ -47,7 +47,7 @@ def answer(model: Any, folder: str, batch_size: int, items: int, new_tokens: int
         )
         for number, line in enumerate(lines)
     ]
-    # Answers are cached by the model's name.
+    # A temporary folder, because lighteval caches answers by model name.
     with tempfile.TemporaryDirectory() as cache:
         config = TransformersModelConfig(
             model_name=folder,
@@ -65,7 +65,7 @@ def answer(model: Any, folder: str, batch_size: int, items: int, new_tokens: int
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure in turn, print, and record."""
+    """Measure every strategy, print the results, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder or Hub id; default: SmolLM2-135M-Instruct")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
         plain: dict[str, Any] = {}
         for strategy in STRATEGIES:
             model.generation_config.spec_strategy = strategy
-            # Packing and the first measurements of costs belong to no run.
+            # A warm-up call packs weights and measures round costs.
             answer(model, folder, size, 1, options.new_tokens)
             run = answer(model, folder, size, options.items, options.new_tokens)
             plain = plain or run

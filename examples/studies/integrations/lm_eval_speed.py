@@ -1,15 +1,16 @@
-"""lm-evaluation-harness with a stored strategy beside plain decoding: scores and processor seconds.
+"""Compare lm-evaluation-harness with and without a stored strategy: scores and processor time.
 
     python -m examples.studies.integrations.lm_eval_speed --batch-sizes 1
     python -m examples.studies.integrations.lm_eval_speed --batch-sizes 8 --repeats 2 --add
     python -m examples.studies.integrations.lm_eval_speed --model MODEL --dtype bfloat16 \
         --threads 2 --tasks sums functions --new-tokens 96 --out lm_eval_coder.json
 
-Tasks: twenty `sums` in words (`sums.jsonl`), asked as GSM8K is: examples with their reasoning
-first, the number after `####` is compared. Twenty Python `functions` (`functions.jsonl`) from
-signature and docstring, as in HumanEval; they run in a process of their own and must pass all
-tests. By default SmolLM2-135M-Instruct in float32, one thread, with its Falcon head in
-`examples/adapters` at batch size 1. Time is that of the process, so that others matter less.
+Tasks: `sums` are twenty word problems (`sums.jsonl`) in the format of GSM8K, with worked examples;
+the number after `####` is compared. `functions` are twenty Python functions (`functions.jsonl`)
+from signature and docstring, as in HumanEval; they run in a separate process and must pass all
+tests. Defaults: SmolLM2-135M-Instruct in float32, one thread, with its Falcon head in
+`examples/adapters` at batch size 1. Processor time is measured, so that other processes matter
+less.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hf_spec.common.machine import environment
 SUMS, FUNCTIONS = TASKS = ("sums", "functions")
 NEW_TOKENS = 48
 STRATEGIES = ("lookup", "auto")
-# A function that does not end.
+# Time limit of a generated function, which may not terminate.
 LONGEST_SECONDS = 10
 HEAD = Path(__file__).parents[2] / "adapters" / "smollm2-135m-falcon"
 SHOWN = [
@@ -53,7 +54,7 @@ SHOWN = [
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one run of the harness says: the share that is right, all answers, and its seconds."""
+    """Result of one run of the harness: score, answers, and processor seconds of generation."""
 
     score: float
     answers: list[str]
@@ -66,7 +67,7 @@ def items_of(name: str) -> Path:
 
 
 def task(name: str, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
-    """Return a task as the harness takes it."""
+    """Return a task config of the harness."""
     common = {
         "task": name,
         "dataset_path": "json",
@@ -78,7 +79,7 @@ def task(name: str, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
 
 
 def _sums(new_tokens: int) -> dict[str, Any]:
-    """Two items are shown with every question."""
+    """Return the options of `sums`, with two worked examples per question."""
     return {
         "fewshot_config": {"sampler": "first_n", "samples": SHOWN},
         "num_fewshot": len(SHOWN),
@@ -106,7 +107,7 @@ def _sums(new_tokens: int) -> dict[str, Any]:
 
 
 def _functions(new_tokens: int) -> dict[str, Any]:
-    """The text continues the function; the stops are those of HumanEval."""
+    """Return the options of `functions`, with the stop strings of HumanEval."""
     stops = ["\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```"]
     return {
         "doc_to_text": "{{prompt}}",
@@ -122,7 +123,7 @@ def _greedy(stops: list[str], new_tokens: int) -> dict[str, Any]:
 
 
 def passes(item: dict[str, Any], text: str) -> bool:
-    """Return True if a completed function passes its tests, in a process of its own."""
+    """Return True if a completed function passes its tests in a separate process."""
     code = "\n".join([item["prompt"] + text, *(f"assert {test}" for test in item["tests"])])
     try:
         command = [sys.executable, "-I", "-c", code]
@@ -140,9 +141,9 @@ def evaluate(
     items: int | None = None,
     asked: dict[str, Any] | None = None,
 ) -> Evaluation:
-    """Run a task, by default the sums, with a strategy stored in the model's generation config.
+    """Run a task (default: `sums`) with a strategy stored in the model's generation config.
 
-    None is plain decoding.
+    The strategy None is plain decoding.
     """
     asked = asked or task(SUMS)
     model.generation_config.spec_strategy = strategy
@@ -157,7 +158,7 @@ def evaluate(
         seconds += time.process_time() - start
         return answers
 
-    # What the harness does around it takes some seconds, whoever generates.
+    # Time generation only: the rest of the harness takes the same seconds with any strategy.
     judged.generate_until = timed
     found: Any = simple_evaluate(judged, tasks=[asked], limit=items, bootstrap_iters=0)
     model.generation_config.spec_strategy = model.generation_config.assistant = None
@@ -168,7 +169,7 @@ def evaluate(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, print and record."""
+    """Measure, print the table, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder or Hub id; default: SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -194,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
         asked = task(name, options.new_tokens)
         heads = ["falcon"] if size == 1 and options.model is None else []
         strategies = [None, *options.strategies, *heads]
-        # Packing and the first measurements of costs belong to no run.
+        # A warm-up call packs weights and measures round costs.
         for strategy in strategies[1:]:
             evaluate(model, tokenizer, strategy, size, 1, asked)
         for _ in range(options.repeats):
@@ -212,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each task, batch size, and strategy: ratios to plain of the same repeat."""
+    """Return a row per task, batch size, and strategy, with speedups over plain in each repeat."""
     lines = []
     for asked, size in sorted({(run.get("task", SUMS), run["batch"]) for run in runs}):
         here = [run for run in runs if (run.get("task", SUMS), run["batch"]) == (asked, size)]

@@ -1,12 +1,12 @@
-"""GRPO with TRL for some dozens of steps: drafts that follow the policy beside drafts that do not.
+"""Compare drafters that follow the policy with ones that do not, in GRPO with TRL.
 
     python -m examples.studies.integrations.trl_refresh --out trl_refresh.json
 
-SmolLM2-135M-Instruct in float32, one thread. Every rollout of the training is generated once per
-contender from the policy as it is at that moment, in rotating order; the step that follows changes
-all weights. Time is that of the process. `lookup` drafts from earlier rollouts, too; `falcon` uses
-the shipped head as it is, `falcon, refreshed` a copy that a `HeadRefresher` trains after each step.
-Both draft chains of fixed length, so `tau` shows how well they follow the policy.
+Model: SmolLM2-135M-Instruct in float32, one thread. Every rollout of the training is generated once
+per contender from the current policy, in rotating order; the following step updates all weights.
+Processor time is measured. `lookup` also drafts from earlier rollouts. `falcon` uses the shipped
+head unchanged, `falcon, refreshed` a copy that a `HeadRefresher` trains after each step. Both draft
+chains of fixed length, so `tau` shows how well they follow the policy.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PROMPTS = (
 
 
 class Refresh(TrainerCallback):
-    """Trains the head after every step of the policy."""
+    """Callback that trains the head after every step of the policy."""
 
     def __init__(self, refresher: hf_spec.HeadRefresher, spent: list[float]):
         self.refresher, self.spent = refresher, spent
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Refresh, and note the time."""
+        """Refresh the head, and record the processor seconds."""
         start = time.process_time()
         self.refresher.refresh()
         self.spent.append(time.process_time() - start)
@@ -61,7 +61,7 @@ class Refresh(TrainerCallback):
 def measure(
     model: Any, tokenizer: Any, scratch: Path, greedy: bool, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Train a copy of the model; return what each contender did with every rollout."""
+    """Train a copy of the model; return the results of each contender on every rollout."""
     policy = copy.deepcopy(model)
     heads = {"falcon": scratch / "frozen", "falcon, refreshed": scratch / "refreshed"}
     for folder in heads.values():
@@ -88,7 +88,7 @@ def measure(
         per_device_train_batch_size=SAMPLES,
         num_generations=SAMPLES,
         max_completion_length=NEW_TOKENS,
-        # Rollouts of equal length, whatever was drawn.
+        # Fixes the length of rollouts.
         generation_kwargs={"min_new_tokens": NEW_TOKENS},
     )
     prompts = [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS]
@@ -105,7 +105,7 @@ def measure(
     def generate(*given: Any, **settings: Any) -> Any:
         rollout = own(*given, **settings)
         if greedy:
-            # The training goes on with samples, of which equal ones would teach nothing.
+            # Training still uses the samples: identical completions would teach nothing.
             config = copy.deepcopy(settings.pop("generation_config"))
             config.do_sample = False
             settings["generation_config"] = config
@@ -125,7 +125,7 @@ def measure(
 
     object.__setattr__(policy, "generate", generate)
     trainer.train()
-    # The first one packs weights.
+    # Skip the first rollout, which packs weights.
     counted = rollouts[1:]
     late = counted[-len(counted) // 3 :]
     table = {
@@ -153,7 +153,7 @@ def _mean_tau(rows: list[dict[str, Any]], name: str) -> float | None:
 
 
 def main() -> None:
-    """Measure, print and record."""
+    """Measure, print the table, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=30)

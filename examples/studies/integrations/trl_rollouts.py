@@ -1,11 +1,11 @@
-"""GRPO and online DPO with TRL: seconds of a rollout with a strategy beside plain `generate()`.
+"""Time rollouts of GRPO and online DPO in TRL, with a strategy and with plain `generate()`.
 
     python -m examples.studies.integrations.trl_rollouts --trainers grpo
     python -m examples.studies.integrations.trl_rollouts --trainers online_dpo --add
 
-SmolLM2-135M-Instruct in float32, one thread. Every rollout of the training is sampled twice from
-the policy as it is at that moment, plain and with the strategy, in turn first and second; the step
-that follows changes all weights. Time is that of the process, so that others matter less.
+Model: SmolLM2-135M-Instruct in float32, one thread. Every rollout of the training is generated
+twice from the current policy, plain and with the strategy, in alternating order; the following step
+updates all weights. Processor time is measured, so that other processes matter less.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ PROMPTS = (
 
 
 def shorter(completions: list[Any], **_: Any) -> list[float]:
-    """A reward that teaches something."""
+    """Reward short completions."""
     return [-float(len(str(completion))) for completion in completions]
 
 
 def grpo(policy: Any, tokenizer: Any, generation: dict[str, Any], **settings: Any) -> Any:
-    """Two completions of each prompt."""
+    """Return a GRPO trainer with two completions per prompt."""
     args = GRPOConfig(
         **settings,
         per_device_train_batch_size=4,
@@ -53,13 +53,13 @@ def grpo(policy: Any, tokenizer: Any, generation: dict[str, Any], **settings: An
 
 
 def online_dpo(policy: Any, tokenizer: Any, generation: dict[str, Any], **settings: Any) -> Any:
-    """Two completions of each prompt, always."""
+    """Return an online DPO trainer, which always samples two completions per prompt."""
     args = OnlineDPOConfig(
         **settings,
         per_device_train_batch_size=2,
         max_new_tokens=NEW_TOKENS,
         missing_eos_penalty=None,
-        # With gradient checkpointing, its default, TRL asks for rollouts without a cache.
+        # With gradient checkpointing, the default, TRL disables the KV cache in rollouts.
         generation_kwargs={**generation, "use_cache": True},
     )
     return OnlineDPOTrainer(
@@ -75,19 +75,19 @@ TRAINERS = {"grpo": grpo, "online_dpo": online_dpo}
 
 
 def texts() -> Dataset:
-    """The prompts as TRL takes them."""
+    """Return the prompts as a data set for TRL."""
     return Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS])
 
 
 def measure(
     method: str, model: Any, tokenizer: Any, strategy: str, greedy: bool, steps: int
 ) -> dict[str, Any]:
-    """Train a copy of the model, and time every rollout both ways."""
+    """Train a copy of the model, and time every rollout with and without the strategy."""
     rollouts: list[dict[str, Any]] = []
     generation = {
         "do_sample": not greedy,
         "spec_strategy": strategy,
-        # Rollouts of equal length, whatever was drawn.
+        # Fixes the length of rollouts.
         "min_new_tokens": NEW_TOKENS,
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ def measure(
 
         object.__setattr__(policy, "generate", generate)
         trainer.train()
-    # The first one packs weights and measures costs.
+    # Skip the first rollout, which packs weights and measures round costs.
     counted = rollouts[1:]
     ratios = sorted(one["plain"] / one["speculative"] for one in counted)
     return {
@@ -141,7 +141,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure, print and record."""
+    """Measure, print the results, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("trl.json"))
     parser.add_argument("--steps", type=int, default=4)

@@ -1,8 +1,8 @@
-"""A target step on a CPU by rows, nodes and context: attention by PyTorch, and by our kernel.
+"""Time a target step on a CPU by rows, nodes and context, with PyTorch's attention and our kernel.
 
-Run as `python -m examples.studies.kernels.attention_step --help` says. Both forms run in turn on
-the same rows; all else of a step, products above all, is the same. What they compute is compared
-before anything is timed. Last, the kernel runs without the rest of the step.
+Run `python -m examples.studies.kernels.attention_step --help` for the options. Both forms alternate
+on the same rows; everything else in a step, mainly matmuls, is the same. The logits of each step
+are compared. Finally, the kernel is timed without the rest of the step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from examples.studies.kernels.tree_attention import Heads, make_problem
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.training.heads import layer_config
 
-# Rows, nodes of each, and committed tokens of each.
+# Rows, nodes per row, and committed tokens per row.
 SHAPES = (
     *((1, 1, 200), (1, 16, 200), (1, 8, 1000), (1, 1, 4000)),
     *((8, 1, 200), (16, 1, 200), (16, 4, 200), (32, 1, 600)),
 )
-# What "auto" of the kernels means while a form runs.
+# Kernel implementation of each form.
 FORMS = {"PyTorch": "torch", "our kernel": "auto"}
 ALONE = "the kernel alone"
 
@@ -36,14 +36,14 @@ ALONE = "the kernel alone"
 def measure(
     model: PreTrainedModel, shape: Sequence[int], repeats: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Form -> the seconds of every step of a shape."""
+    """Return form -> seconds of every step of a shape."""
     rows, nodes, context = shape
     generator = torch.Generator().manual_seed(0)
     vocab = model.config.get_text_config().vocab_size
     texts = torch.randint(3, vocab, (rows, context), generator=generator).tolist()
     forms = {form: Steps(model, texts, nodes, clock) for form in FORMS}
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
-    # The first step runs the context as well.
+    # The first step also runs the context and is not timed.
     with ExitStack() as stack:
         for steps in forms.values():
             stack.enter_context(steps.runner.active())
@@ -62,7 +62,7 @@ def measure(
 def attention_alone(
     model: PreTrainedModel, shape: Sequence[int], repeats: int, clock: Callable[[], float]
 ) -> list[float]:
-    """Seconds of the kernel for all layers and rows, each with keys and values of its own."""
+    """Return the seconds of the kernel for all layers and rows, each with its own KV cache."""
     rows, nodes, context = shape
     num_layers = model.config.get_text_config().num_hidden_layers
     sizes = layer_config(model, mlp_size=None, num_layers=num_layers)
@@ -85,7 +85,7 @@ def attention_alone(
 
 
 def table(records: Sequence[dict[str, object]]) -> str:
-    """Markdown: least and median milliseconds of both forms, the ratio of the least, the share."""
+    """Return Markdown: minimum and median milliseconds, speedup, and the kernel's share."""
     lines = []
     for record in records:
         seconds = record["seconds"]
@@ -101,7 +101,7 @@ def table(records: Sequence[dict[str, object]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every step as JSON."""
+    """Run the command line; print the table and write every step as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     timing.add_options(parser)
     parser.add_argument(

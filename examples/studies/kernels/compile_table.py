@@ -1,7 +1,7 @@
-"""Registers, spills, shared memory and blocks per multiprocessor of the kernels of a round.
+"""Table of registers, spills, shared memory and blocks per multiprocessor of a round's kernels.
 
-Compiles for GPUs that need not be there, with the shapes of real models and the arguments that the
-launchers choose. Run as `python -m examples.studies.kernels.compile_table`; `--help` has the
+No GPU is needed. Kernels are compiled for the shapes of real models, with the arguments that the
+launchers choose. Run as `python -m examples.studies.kernels.compile_table`; `--help` lists the
 options.
 """
 
@@ -28,12 +28,12 @@ from examples.studies.kernels.offline import GPUS, Compiled, Gpu, blocks_per_pro
 from hf_spec.common.files import write_json
 from hf_spec.evaluation.bench.tables import Table
 
-# Nodes of one row, and the parts of a long prompt, which run by the kernel where heads have sinks.
+# Nodes of one row, and tokens of a prompt chunk, which uses the kernel if heads have sinks.
 NODES = (1, 4, 8, 16, 64)
 PROMPT = 2048
 CONTEXTS = (512, 8192)
 SHOWN_NODES = (4, 16, PROMPT)
-# Tiles that are compared: rows, which are nodes times the query heads of a key head; and warps.
+# Compared tiles: rows (nodes times query heads per key head) and warps.
 TILES = ((16, 4), (32, 4), (64, 4), (64, 8))
 TILE_HEADS = (64, 128, 256)
 TILE_GPU = "sm_90"
@@ -41,7 +41,7 @@ TILE_GPU = "sm_90"
 
 @dataclass(frozen=True)
 class Layers:
-    """Attention of the layers of one kind: heads of queries and keys, head size, scoring."""
+    """Attention of one kind of layer: query and key heads, head size, and scoring."""
 
     name: str
     heads: int
@@ -68,7 +68,7 @@ VOCABULARIES = {"Llama-3.1": 128_256, "Qwen3": 151_936, "Gemma 3": 262_208, "gpt
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel of the table: where it was launched, and what it needs."""
+    """A compiled kernel with its GPU, launch shape, and resources."""
 
     gpu: str
     shape: str
@@ -79,7 +79,7 @@ class Row:
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Return zeros; launches take int32 unless something else is given."""
+    """Return zeros, int32 by default as in launches."""
     return torch.zeros(*shape, dtype=dtype)
 
 
@@ -105,7 +105,7 @@ def attend(
 
 
 def attention_rows(name: str, gpu: Gpu, nodes: Sequence[int]) -> Iterator[Row]:
-    """Compile attention of every kind of layer for these numbers of nodes."""
+    """Compile attention for every kind of layer and number of nodes; yield a row per launch."""
     dtype = torch.bfloat16
     processors = mock.patch.object(attention, "num_processors", return_value=gpu.processors)
     for layers in LAYERS:
@@ -120,7 +120,7 @@ def attention_rows(name: str, gpu: Gpu, nodes: Sequence[int]) -> Iterator[Row]:
 
 
 def tile_rows() -> Iterator[Row]:
-    """Compile attention of 16 nodes in tiles of other sizes, 32 keys wide, with two stages."""
+    """Compile attention over 16 nodes with tiles of other sizes, 32 keys wide, in two stages."""
     gpu = GPUS[TILE_GPU]
     processors = mock.patch.object(attention, "num_processors", return_value=gpu.processors)
     for layers in (next(one for one in LAYERS if one.head == head) for head in TILE_HEADS):
@@ -135,7 +135,7 @@ def tile_rows() -> Iterator[Row]:
 
 
 def other_rows(name: str, gpu: Gpu, nodes: int = 16) -> Iterator[Row]:
-    """Compile what else a round launches: writing, moving, verification, draft features."""
+    """Compile the other kernels of a round: KV writes and moves, verification, draft features."""
     dtype = torch.bfloat16
     for heads, head in sorted({(layers.kv_heads, layers.head) for layers in LAYERS}):
         states, pool = (
@@ -160,7 +160,7 @@ def other_rows(name: str, gpu: Gpu, nodes: int = 16) -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: registers / spilled bytes / KiB of shared memory / blocks / matmul: programs."""
+    """Return Markdown: registers / spilled bytes / shared KiB / blocks / matmul: programs."""
     names = sorted({row.gpu for row in rows}, key=list(GPUS).index)
     lines = []
     for layers in LAYERS:
@@ -178,13 +178,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def tile_table(rows: Sequence[Row]) -> str:
-    """Markdown: what a tile needs, in the same order."""
+    """Return Markdown with the resources of each tile, in the same order."""
     lines = [[row.shape, str(row.compiled.warps), _needs(row)] for row in rows]
     return Table(["tile", "warps", TILE_GPU], lines).markdown()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; prints the table and writes every launch as JSON."""
+    """Run the command line; print the tables and write every launch as JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.studies.kernels.compile_table", description=__doc__
     )
@@ -209,7 +209,7 @@ def _row(name: str, shape: str, nodes: int, context: int, compiled: Compiled) ->
 
 
 def _cell(rows: Sequence[Row]) -> str:
-    """Return the resources of the launches, which differ by context in their grid only."""
+    """Return the resources of launches that differ only in context, and thus in their grid."""
     parts = []
     for row in rows:
         grid = row.compiled.grid

@@ -1,8 +1,9 @@
-"""Products of linear layers by format and rows: bytes of weights per second, beside a plain read.
+"""Time linear layers by weight format and rows: bytes of weights per second, and of a plain read.
 
-Run as `python -m examples.studies.kernels.formats --help` says. The layers have random weights and
-the sizes of decoder layers of Qwen2.5-1.5B. Every format has about as many bytes, so that none fits
-into a cache that the others exceed. The forms of a format take turns on the same weights.
+Run `python -m examples.studies.kernels.formats --help` for the options. The layers have random
+weights and the sizes of decoder layers of Qwen2.5-1.5B. All formats have about the same number of
+bytes, so that none fits into a cache that the others exceed. The forms of a format alternate on the
+same weights.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ MEGABYTES = 400
 BFLOAT16 = torch.bfloat16
 
 Product = Callable[[Tensor], Any]
-# Form -> a product for each weight.
+# Form -> a function per weight that multiplies states by it.
 Forms = dict[str, list[Product]]
 
 
 def dense(dtype: torch.dtype, decoder_layers: int) -> tuple[Forms, int]:
-    """PyTorch, oneDNN, and hf_spec on weights of a dtype; and their bytes."""
+    """Return matmuls of PyTorch, oneDNN, and hf_spec with weights of a dtype, and their bytes."""
     weights = [torch.randn(size).to(dtype) for size in SIZES * decoder_layers]
     forms = {name: run for name, run in products_of(weights).items() if "round" not in name}
     return forms, sum(weight.nbytes for weight in weights)
 
 
 def eight_bit(decoder_layers: int) -> tuple[Forms, int]:
-    """bfloat16 states with int8 weights: scales of outputs, as in torchao."""
+    """Return matmuls of bfloat16 states and int8 weights with a scale per output, as in torchao."""
     sizes = SIZES * decoder_layers
     codes = [torch.randint(-127, 128, size, dtype=torch.int8) for size in sizes]
     scales = [torch.rand(len(each)) for each in codes]
@@ -72,7 +73,7 @@ def eight_bit(decoder_layers: int) -> tuple[Forms, int]:
 
 
 def dynamic(decoder_layers: int) -> tuple[Forms, int]:
-    """`Linear8bitLt`, which quantizes the states, too."""
+    """Return forms of `Linear8bitLt`, which also quantizes the states, and its bytes."""
     made = []
     for outputs, inputs in SIZES:
         options = {"bias": False, "has_fp16_weights": False, "threshold": 6.0}
@@ -88,7 +89,7 @@ def dynamic(decoder_layers: int) -> tuple[Forms, int]:
 
 
 def four_bit(decoder_layers: int) -> tuple[Forms, int]:
-    """NF4 of bitsandbytes, computing in bfloat16; int4 of PyTorch with the same blocks."""
+    """Return matmuls with bitsandbytes' NF4 and PyTorch's int4 of the same block size."""
     once = layers(SIZES, nested=False, row_major=False)
     made = [copy.deepcopy(layer) for _ in range(decoder_layers) for layer in once]
     forms: Forms = forms_of(made)
@@ -106,7 +107,7 @@ def four_bit(decoder_layers: int) -> tuple[Forms, int]:
     return forms, sum(map(bytes_of, made))
 
 
-# Format -> bits of a weight, dtype of the states, and how it is made.
+# Format -> bits per weight, dtype of the states, and the function that builds its forms.
 FORMATS: dict[str, tuple[int, torch.dtype, Callable[[int], tuple[Forms, int]]]] = {
     "float32": (32, torch.float32, partial(dense, torch.float32)),
     "bfloat16": (16, BFLOAT16, partial(dense, BFLOAT16)),
@@ -138,7 +139,7 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown: gigabytes of weights per second by the least time."""
+    """Return Markdown: gigabytes of weights per second, by the minimum time."""
     lines = []
     for name, entry in found.items():
         read = f"{entry['bytes'] / min(entry[READ]) / 1e9:.1f}"
@@ -149,7 +150,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every run as JSON."""
+    """Run the command line; print the table and write every run as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--format", action="append", choices=list(FORMATS), help="default: all")
     parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="of weights per format")
@@ -160,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    # The 8-bit layers say in every call that they cast their inputs.
+    # 8-bit layers log a warning about cast inputs at every call.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if options.threads:
         torch.set_num_threads(options.threads)

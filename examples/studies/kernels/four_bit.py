@@ -1,8 +1,8 @@
-"""Products of 4-bit linear layers by rows: bitsandbytes and our kernels, beside a plain read.
+"""Time 4-bit linear layers by rows: bitsandbytes, our kernels, and a plain read of the weights.
 
-Run as `python -m examples.studies.kernels.four_bit --help` says. The layers have random weights and
-the sizes of decoder layers of Qwen2.5-1.5B. The forms take turns on the same weights, and their
-results are compared before anything is timed.
+Run `python -m examples.studies.kernels.four_bit --help` for the options. The layers have random
+weights and the sizes of decoder layers of Qwen2.5-1.5B. The forms alternate on the same weights,
+and their results are compared before they are timed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SIZES = (
     (HIDDEN, WIDE),
 )
 DTYPE = torch.bfloat16
-# By norm, how far results of the row-major layout may be from each other: rounding to bfloat16.
+# Largest relative difference (by norm) in the row-major layout, from rounding to bfloat16.
 TOLERANCE = 5e-3
 READ = "plain read"
-# Options that the record holds.
+# Options that are written to the record.
 NAMES = ("num_layers", "nested", "processor", "huge_pages")
 
 Form = Callable[[Any, Tensor], Any]
@@ -51,7 +51,7 @@ Seconds = dict[int, dict[str, list[float]]]
 
 @torch.no_grad()
 def layers(sizes: Sequence[tuple[int, int]], nested: bool, row_major: bool) -> list[Any]:
-    """Layers in NF4 after their first call, in which bitsandbytes rearranges the weight."""
+    """Return NF4 layers after their first call, in which bitsandbytes repacks the weight."""
     torch.manual_seed(0)
     options = {"bias": False, "compute_dtype": DTYPE, "quant_type": "nf4"}
     made = []
@@ -65,14 +65,14 @@ def layers(sizes: Sequence[tuple[int, int]], nested: bool, row_major: bool) -> l
 
 
 def bytes_of(layer: Any) -> int:
-    """Bytes of codes and scales."""
+    """Return the bytes of codes and scales."""
     state = layer.weight.quant_state
     outer = state.state2.absmax.nbytes if state.nested else 0
     return int(layer.weight.data.nbytes + state.absmax.nbytes + outer)
 
 
 def check(layer: Any, states: Tensor) -> None:
-    """Refuse to time what computes something else."""
+    """Check that our kernel computes the same as bitsandbytes, before it is timed."""
     expected, found = layer(states), four_bit_forward(layer, states)
     assert found is not None, "the kernel does not run this layer"
     off = float((found - expected).norm() / expected.norm())
@@ -81,7 +81,7 @@ def check(layer: Any, states: Tensor) -> None:
 
 
 def forms_of(model: Sequence[Any]) -> dict[str, list[Callable[[Tensor], Any]]]:
-    """Return what multiplies states by each layer, by form."""
+    """Return a function per layer for each form."""
     return {form: [partial(run, layer) for layer in model] for form, run in FORMS.items()}
 
 
@@ -89,7 +89,7 @@ def forms_of(model: Sequence[Any]) -> dict[str, list[Callable[[Tensor], Any]]]:
 def measure(
     model: Sequence[Any], rows: Sequence[int], repeats: int, clock: Callable[[], float]
 ) -> Seconds:
-    """Return the seconds of every form for all layers in turn, by rows."""
+    """Return rows -> form -> seconds of every run over all layers."""
     seconds: Seconds = {}
     for count in rows:
         inputs = {n: torch.randn(count, n).to(DTYPE) for n in {one.in_features for one in model}}
@@ -101,7 +101,7 @@ def measure(
 
 
 def read_seconds(nbytes: int, repeats: int, clock: Callable[[], float]) -> list[float]:
-    """Return the seconds of adding up as many bytes."""
+    """Return the seconds of summing `nbytes` bytes, per repeat."""
     block = torch.ones(nbytes // 4)
     runs = []
     for _ in range(repeats):
@@ -112,19 +112,19 @@ def read_seconds(nbytes: int, repeats: int, clock: Callable[[], float]) -> list[
 
 
 def table(seconds: Seconds, nbytes: int) -> str:
-    """Markdown: least and median milliseconds, and bytes per second by the least."""
+    """Return Markdown: minimum and median milliseconds, and bytes per second by the minimum."""
     lines = [[form, *(cell(nbytes, runs[form]) for runs in seconds.values())] for form in FORMS]
     return Table(["rows", *map(str, seconds)], lines).markdown()
 
 
 def cell(nbytes: int, runs: list[float]) -> str:
-    """Return the entry of the table for the runs of one form."""
+    """Return the table cell of the runs of one form."""
     least = min(runs)
     return f"{least * 1e3:.1f} / {median(runs) * 1e3:.1f} ms, {nbytes / least / 1e9:.1f} GB/s"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every run as JSON."""
+    """Run the command line; print the table and write every run as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-layers", type=int, default=6, help="decoder layers")
     parser.add_argument("--nested", action="store_true", help="double quantization")

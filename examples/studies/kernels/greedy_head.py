@@ -1,8 +1,8 @@
-"""Greedy answers with all logits, and with those that can be the largest, in turn.
+"""Time greedy answers with all logits, and with only the logits that can be the largest.
 
-Run as `python -m examples.studies.kernels.greedy_head --help` says. Tokens must be equal. The head
-gets its copy in 8 bits in a first answer, which is not timed. The last column of the table is the
-largest number of rows for which the copy is used on this machine.
+Run `python -m examples.studies.kernels.greedy_head --help` for the options. The tokens must be
+equal. An untimed first answer creates the 8-bit copy of the output head. The last column of the
+table is the largest number of rows for which the copy is used on this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_spec.backend.cpu import packed_weights
 from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.tables import Table
 
-# The least size of a weight that is screened, by form.
+# Minimum size of a screened weight, by form.
 FORMS = {"all logits": 1 << 62, "best logits": 0}
 
 
@@ -35,7 +35,7 @@ def measure(
     repeats: int,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """Return seconds per new token of every answer by form, and the rows that are screened."""
+    """Return the seconds per new token of every answer by form, and the most screened rows."""
 
     def answer(prompt: Tensor, form: str) -> Tensor:
         call = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": new_tokens}
@@ -59,7 +59,7 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown: milliseconds per token, minimum and median, and the median of the ratios."""
+    """Return Markdown: minimum and median milliseconds per token, and the median speedup."""
     lines = []
     for strategy, entry in found.items():
         runs = [entry["seconds"][form] for form in FORMS]
@@ -70,7 +70,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every run as JSON."""
+    """Run the command line; print the table and write every run as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     timing.add_options(parser)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines")

@@ -1,8 +1,9 @@
-"""How close a step without a draft comes to a plain read of its weights.
+"""Compare a decoding step without a draft with a plain read of its weights.
 
 Decoding one sequence reads every weight of the decoder layers and of the output head once per
-token, so no step is faster than that. Answers of two lengths and reads of as many bytes by
-`torch.sum` take turns; a step is the difference of the answers' times per token. Run as
+token, so no step is faster than that. Answers of two lengths alternate with reads of the same
+number of bytes by `torch.sum`. The time of a step is the difference between the answers, per
+additional token. Run as
 `python -m examples.studies.kernels.memory_floor --model MODEL --dtype bfloat16 --out FLOOR.json`.
 """
 
@@ -25,7 +26,7 @@ PROMPT, SHORT, LONG = 16, 8, 72
 
 
 def step_bytes(model: Any) -> int:
-    """Return the bytes of all linear layers, of which a step reads each once."""
+    """Return the bytes of all linear layers; a step reads each once."""
     weights = {
         layer.weight.data_ptr(): layer.weight.nbytes
         for layer in model.modules()
@@ -35,7 +36,7 @@ def step_bytes(model: Any) -> int:
 
 
 def measure(model: Any, repeats: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Return seconds of a step and of a read by repetition."""
+    """Return the seconds of a step and of a read for each repetition."""
     ids = torch.arange(1, PROMPT + 1)[None]
     nbytes = step_bytes(model)
 
@@ -62,7 +63,7 @@ def measure(model: Any, repeats: int, clock: Callable[[], float]) -> dict[str, l
 
 
 def table(found: dict[str, list[float]], nbytes: int) -> str:
-    """Return Markdown: a row for the step and one for the read, and their ratio."""
+    """Return Markdown with a row for the step, one for the read, and one for their ratio."""
     ratios = [step / read for step, read in zip(found["step"], found["read"], strict=True)]
     rows = [
         [
@@ -82,7 +83,7 @@ def _spread(values: list[float], form: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table."""
+    """Run the command line; print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     timing.add_options(parser)
     parser.add_argument("--repeats", type=int, default=9)

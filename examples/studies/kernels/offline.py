@@ -1,7 +1,7 @@
-"""Compile GPU kernels without a GPU, and read what a multiprocessor needs to run them.
+"""Compile GPU kernels without a GPU, and read the resources that they need.
 
-Launches inside `compiling` compile their kernels with the arguments of the launch and run nothing.
-Kernels must not be interpreted: the process needs to start without `TRITON_INTERPRET`.
+Launches inside `compiling` only compile their kernels, with the arguments of the launch. Kernels
+must not be interpreted: start the process without `TRITON_INTERPRET`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Of an NVIDIA multiprocessor: registers, how many a warp gets at a time, and the shared memory that
-# a block takes besides its own (CUDA C++ Programming Guide, compute capabilities).
+# NVIDIA multiprocessor: registers, allocation unit per warp, and shared memory that is reserved per
+# block (CUDA C++ Programming Guide, compute capabilities).
 REGISTERS, REGISTER_UNIT, BLOCK_SHARED = 65_536, 256, 1024
 
 _devices = itertools.count()
@@ -34,12 +34,12 @@ class Gpu:
     """A GPU to compile for, and the limits of one multiprocessor.
 
     Attributes:
-        name: a product.
+        name: product name.
         target: `cuda:` and the compute capability, or `hip:` and the architecture.
         processors: number of multiprocessors.
-        shared: bytes of shared memory of a multiprocessor.
-        warps: most warps at a time.
-        blocks: most blocks at a time.
+        shared: bytes of shared memory per multiprocessor.
+        warps: largest number of resident warps.
+        blocks: largest number of resident blocks.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Compiled:
     Attributes:
         kernel: name of the kernel.
         grid: programs per axis.
-        warps: warps of a block.
-        registers: registers of a thread; 0 if unknown.
-        spilled: bytes of a thread that did not fit in registers.
-        shared: bytes of shared memory.
+        warps: warps per block.
+        registers: registers per thread; 0 if unknown.
+        spilled: bytes per thread that are spilled from registers.
+        shared: bytes of shared memory per block.
         widest: bytes of the widest load from global memory; 0 if unknown.
-        tf32: True if float32 inputs of a matmul are rounded.
+        tf32: True if float32 inputs of a matmul are rounded to TF32.
         matmul: instruction of the matmuls, `wgmma`, `tcgen05` or `mma`; several are joined by
             "+"; empty if there are none.
     """
@@ -97,11 +97,11 @@ def blocks_per_processor(compiled: Compiled, gpu: Gpu) -> int:
 
 
 class _NoGPU:
-    """The part of a Triton driver that compiling needs."""
+    """Minimal Triton driver for compiling without a GPU."""
 
     def __init__(self, target: GPUTarget):
         self.target = target
-        # Triton caches kernels by device, whatever its target.
+        # Triton caches kernels by device regardless of the target, so each driver needs a new one.
         self.device = next(_devices)
 
     def get_current_target(self) -> GPUTarget:
@@ -116,7 +116,7 @@ class _NoGPU:
 
 @contextmanager
 def compiling(target: str) -> Iterator[list[Compiled]]:
-    """Compile for `target` what the block launches; the list gets an entry per launch."""
+    """Compile the block's launches for `target`; the yielded list receives an entry per launch."""
     kind, _, name = target.partition(":")
     is_nvidia = kind == "cuda"
     arch, warp_size = (int(name), 32) if is_nvidia else (name, 64)
@@ -155,7 +155,7 @@ def _of_nvidia(asm: Any) -> dict[str, Any]:
     matmuls = [name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in ptx]
     return {
         "registers": max(map(int, re.findall(r"REG:(\d+)", usage))),
-        # No kernel has arrays per thread: what is on the stack was spilled.
+        # No kernel has arrays per thread, so everything on the stack was spilled.
         "spilled": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
         "widest": max((int(many or 1) * int(bits) // 8 for many, bits in loads), default=0),
         "tf32": "tf32" in ptx,
@@ -165,6 +165,6 @@ def _of_nvidia(asm: Any) -> dict[str, Any]:
 
 def _of_amd(asm: Any) -> dict[str, Any]:
     text = asm["amdgcn"]
-    # Scalar registers are spilled to others; these go to memory, four bytes each.
+    # Scalar registers spill to vector registers; vector registers spill to memory, 4 bytes each.
     spilled = 4 * sum(map(int, re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)))
     return {"registers": 0, "spilled": spilled, "widest": 0, "tf32": "xf32" in text, "matmul": ""}

@@ -1,7 +1,7 @@
-"""Products of all linear layers of a model by rows: F.linear, packed by oneDNN, and our kernels.
+"""Time the linear layers of a model by rows: F.linear, packed weights of oneDNN, and our kernels.
 
-Run as `python -m examples.studies.kernels.products --help` says. The forms take turns on the same
-weights. What they compute is compared before anything is timed.
+Run `python -m examples.studies.kernels.products --help` for the options. The forms alternate on the
+same weights, and their results are compared before they are timed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_spec.evaluation.bench.tables import Table
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 48, 200)
 DTYPES = (torch.float32, torch.bfloat16)
-# By norm, how far forms may be from each other.
+# Largest relative difference between forms, by norm.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 ROUNDED_TOLERANCE = 1e-2
 
@@ -31,7 +31,7 @@ Seconds = dict[str, dict[int, dict[str, list[float]]]]
 
 
 def products_of(weights: Sequence[Tensor]) -> dict[str, list[Product]]:
-    """Form -> the product with each weight."""
+    """Return form -> a function per weight that multiplies states by it."""
 
     def packed_by(form: Form, weight: Tensor) -> Product:
         packed = form.pack(weight)
@@ -51,7 +51,7 @@ def products_of(weights: Sequence[Tensor]) -> dict[str, list[Product]]:
 def measure(
     weights: Sequence[Tensor], rows: Sequence[int], repeats: int, clock: Callable[[], float]
 ) -> Seconds:
-    """The seconds of every form, for all weights in turn."""
+    """Return the seconds of every run of every form over all weights."""
     found: Seconds = {}
     for dtype in DTYPES:
         mine = [weight.to(dtype) for weight in weights]
@@ -67,7 +67,7 @@ def measure(
 
 
 def check(dtype: torch.dtype, results: Mapping[str, Tensor]) -> None:
-    """Refuse to time what computes something else."""
+    """Check that all forms compute the same, before they are timed."""
     (_, expected), *others = results.items()
     for form, other in others:
         off = float((other - expected).norm() / expected.norm())
@@ -76,7 +76,7 @@ def check(dtype: torch.dtype, results: Mapping[str, Tensor]) -> None:
 
 
 def table(seconds: Seconds) -> str:
-    """Markdown: least and median milliseconds."""
+    """Return Markdown: minimum and median milliseconds."""
     by_rows = next(iter(seconds.values()))
     lines = [
         [dtype.removeprefix("torch."), form]
@@ -91,7 +91,7 @@ def table(seconds: Seconds) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every run as JSON."""
+    """Run the command line; print the table and write every run as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     timing.add_options(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)

@@ -1,10 +1,9 @@
-"""Milliseconds of a whole target step by rows and nodes: as it comes, and as a replayed CUDA graph.
+"""Time whole target steps by rows and nodes: eager, and as replayed CUDA graphs.
 
-Run as `python -m examples.studies.kernels.step_time --help` says. A step is a forward over the
-trees of all rows, the verdict, and keeping what was accepted; the host waits for it as a generation
-does. Both forms run in turn on the same text. What they compute is compared before anything is
-timed. On a CPU there are no graphs: the second form is then their padded one, which only tries the
-command out.
+Run `python -m examples.studies.kernels.step_time --help` for the options. A step is a forward pass
+over the trees of all rows, verification, and keeping the accepted tokens; the host waits for it, as
+in a generation. Both forms alternate on the same text, and their logits are compared. A CPU has no
+CUDA graphs: there, the second form is the padded step, which only serves to try the command out.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 
 
 class Steps:
-    """Steps of one model on the same rows, in one form.
+    """Steps of one model on fixed rows, in one form.
 
     Args:
         model: the target, on its device.
-        texts: per row the committed tokens.
-        nodes: of each row's chain, root included.
-        clock: what seconds are read from.
+        texts: committed tokens of each row.
+        nodes: number of nodes of each row's chain, including the root.
+        clock: clock that returns seconds.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Steps:
         self._verifier = NodeDraw([], len(texts))
 
     def run(self) -> tuple[float, Tensor]:
-        """Seconds of the next step, and its (N, V) logits; every row grows by one token."""
+        """Return the seconds of the next step and its (N, V) logits; add one token to every row."""
         parents = list(range(-1, self._nodes - 1))
         tree = DraftTree.from_rows(
             [([text[-1], *text[: self._nodes - 1]], parents) for text in self._texts]
@@ -78,7 +77,7 @@ class Steps:
         def step() -> Tensor:
             logits = self.runner.forward(tree, self._texts).logits
             self._verifier.verify(tree, logits, self._state)
-            # Both forms go on with the same text, whatever the model says.
+            # Nothing is accepted, so that both forms continue with the same text.
             self.runner.keep([[] for _ in self._texts])
             return logits
 
@@ -95,14 +94,14 @@ def time_steps(
     context: int,
     repeats: int,
 ) -> Iterator[dict[str, Any]]:
-    """One record per number of rows and nodes, with the seconds of both forms.
+    """Yield a record per number of rows and nodes, with the seconds of both forms.
 
     Args:
         model: the target, on its device.
-        rows: how many sequences at a time.
-        nodes: sizes of each row's tree, root included.
-        context: committed tokens before the first step.
-        repeats: timed steps.
+        rows: batch sizes.
+        nodes: tree sizes per row, including the root.
+        context: number of committed tokens before the first step.
+        repeats: number of timed steps.
     """
     second = "captured" if model.device.type == "cuda" else "padded"
     vocab = model.config.get_text_config().vocab_size
@@ -117,7 +116,7 @@ def time_steps(
                     stack.enter_context(forms["eager"].runner.active())
                 with cuda_graphs("auto"), padded_steps():
                     stack.enter_context(forms[second].runner.active())
-                # The context, what a shape takes until it is recorded, and the recording.
+                # Untimed: the prefill, the warm-up steps of a graph, and its capture.
                 for step in range(WARM_UPS + 2 + repeats):
                     found = {name: form.run() for name, form in forms.items()}
                     check(found["eager"][1], found[second][1])
@@ -133,7 +132,7 @@ def time_steps(
 
 
 def check(expected: Tensor, found: Tensor) -> None:
-    """Refuse to time what computes something else.
+    """Check that both forms compute the same.
 
     Raises:
         AssertionError: if logits differ by more than rounding.
@@ -144,7 +143,7 @@ def check(expected: Tensor, found: Tensor) -> None:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a line per record: milliseconds of both forms, and their ratio."""
+    """Return Markdown with a row per record: milliseconds of both forms, and their ratio."""
     eager, other = records[0]["seconds"]
     rows = []
     for record in records:
@@ -155,7 +154,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; prints a table and writes everything as JSON."""
+    """Run the command line; print a table and write all records as JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.studies.kernels.step_time", description=__doc__
     )

@@ -1,10 +1,10 @@
-"""Tree attention on a GPU by nodes and context, beside what the memory allows; and whole steps.
+"""Time tree attention on a GPU by nodes and context against the memory bandwidth; and whole steps.
 
-Run as `python -m examples.studies.kernels.tree_attention --help` says. Per number of nodes and
-length of context one layer attends to one tree: our kernel, PyTorch's SDPA with a mask and,
-compiled, flex attention. The floor is the time that the GPU, measured by a copy, needs to read keys
-and values once. With `--model` whole steps of that model are timed too, by the kernels and by
-PyTorch alone.
+Run `python -m examples.studies.kernels.tree_attention --help` for the options. For each number of
+nodes and context length, one layer attends to one tree with our kernel, PyTorch's SDPA with a mask,
+and compiled flex attention. The floor is the time to read keys and values once at the bandwidth of
+a copy. With `--model`, whole steps of that model are timed too, with our kernels and with PyTorch
+only.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from hf_spec.evaluation.bench.tables import Table
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 2048, 8192, 32768)
-# Largest difference of averages of numbers of size one, by rounding of the inputs' dtype.
+# Largest absolute difference of outputs of magnitude one, from rounding of the dtype.
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
 class Heads:
-    """One attention layer; as in Llama 3.1 8B by default."""
+    """Shape of an attention layer; defaults are those of Llama 3.1 8B."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -56,13 +56,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's attention to one tree after a context.
+    """Inputs of one layer's attention to one tree after a context.
 
     Attributes:
         query: (N, H, D).
         keys, values: (1, H_kv, context + N, D).
-        layout: for the kernel.
-        visible: (N, context + N) bool, for the others.
+        layout: layout for our kernel.
+        visible: (N, context + N) bool mask for the other implementations.
     """
 
     query: Tensor
@@ -73,13 +73,13 @@ class Problem:
 
     @property
     def num_bytes(self) -> int:
-        """What has to be read and written at least, in bytes."""
+        """Minimum number of bytes that have to be read and written."""
         tensors = (self.query, self.query, self.keys, self.values)
         return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
 
 
 def make_problem(nodes: int, context: int, shape: Heads, device: torch.device) -> Problem:
-    """Random states of a tree of `nodes` after `context` committed tokens."""
+    """Return random inputs for a tree of `nodes` after `context` committed tokens."""
     tree = tree_of(nodes, [0])
     every = list(range(nodes))
     (segment,) = pack([RowWork(0, context, [], every, every, nodes)], tree).segments
@@ -98,7 +98,7 @@ def make_problem(nodes: int, context: int, shape: Heads, device: torch.device) -
 
 
 def contenders(problem: Problem, flex: bool) -> dict[str, Callable[[], Tensor]]:
-    """Name -> what computes (N, H, D); flex attention is compiled by its first call."""
+    """Return functions that compute (N, H, D) by name; the first call compiles flex attention."""
     query = problem.query.transpose(0, 1)[None]
     keys, values, visible = problem.keys, problem.values, problem.visible
     found: dict[str, Callable[[], Tensor]] = {
@@ -128,10 +128,10 @@ def contenders(problem: Problem, flex: bool) -> dict[str, Callable[[], Tensor]]:
 
 
 def check_results(results: dict[str, Tensor], dtype: str) -> None:
-    """Refuse to time what computes something else than SDPA.
+    """Check that all results equal those of SDPA.
 
     Raises:
-        AssertionError: names the one that differs and by how much.
+        AssertionError: with the name of a differing implementation and the difference.
     """
     for name, result in results.items():
         difference = float((result - results["sdpa"]).abs().max())
@@ -139,7 +139,7 @@ def check_results(results: dict[str, Tensor], dtype: str) -> None:
 
 
 def seconds_of(call: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
-    """Seconds of each repetition; on a GPU those of its own clock, with caches flushed before."""
+    """Return the seconds of each call; GPUs use CUDA events and flushed caches."""
     call()
     if device.type != "cuda":
         return [timed(call)[1] for _ in range(repeats)]
@@ -155,7 +155,7 @@ def seconds_of(call: Callable[[], object], repeats: int, device: torch.device) -
 
 
 def bandwidth(device: torch.device, num_bytes: int = 2**30) -> float:
-    """Bytes per second that a copy of `num_bytes` reads and writes."""
+    """Return the bytes per second that a copy of `num_bytes` reads and writes."""
     source = torch.empty(num_bytes, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / median(seconds_of(lambda: target.copy_(source), 10, device))
@@ -164,7 +164,7 @@ def bandwidth(device: torch.device, num_bytes: int = 2**30) -> float:
 def measure_attention(
     nodes: Sequence[int], contexts: Sequence[int], shape: Heads, repeats: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """One record per number of nodes and context, with seconds by contender and the floor."""
+    """Yield a record per number of nodes and context, with seconds by contender and the floor."""
     fastest = bandwidth(device, 2**30 if device.type == "cuda" else 2**20)
     for context in contexts:
         for count in nodes:
@@ -185,13 +185,13 @@ def measure_attention(
 def measure_steps(
     model: PreTrainedModel, nodes: Sequence[int], contexts: Sequence[int], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """One record per number of nodes and context: seconds of a forward and of keeping its root.
+    """Yield a record per number of nodes and context: seconds of a forward pass and `keep`.
 
     Args:
         model: the target, on its device.
-        nodes: sizes of the tree, root included.
-        contexts: committed tokens; each grows by one with every repetition.
-        repeats: timed steps.
+        nodes: tree sizes, including the root.
+        contexts: numbers of committed tokens; each repetition adds one.
+        repeats: number of timed steps.
     """
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -208,7 +208,7 @@ def measure_steps(
 def _steps(model: PreTrainedModel, text: list[int], count: int, repeats: int) -> list[float]:
     runner, sequence, found = ModelRunner(model, 1), list(text), []
     with runner.active():
-        # The first step runs the context, the second compiles and warms up.
+        # The first step is the prefill; the second compiles and warms up.
         for _ in range(repeats + 2):
             tree = tree_of(count, [sequence[-1], *text])
 
@@ -222,12 +222,12 @@ def _steps(model: PreTrainedModel, text: list[int], count: int, repeats: int) ->
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and the outer fifths, in seconds."""
+    """Return the 20th, 50th, and 80th percentile, in seconds."""
     return dict(zip(("p20", "median", "p80"), spread(seconds), strict=True))
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a line per record: microseconds by contender, and of the floor if it is known."""
+    """Return Markdown with a row per record: microseconds by contender, and the floor if known."""
     names = list(records[0]["seconds"])
     with_floor = ["floor, us"] if "floor_seconds" in records[0] else []
     rows = []
@@ -240,7 +240,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; prints tables and writes everything as JSON."""
+    """Run the command line; print tables and write all records as JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.studies.kernels.tree_attention", description=__doc__
     )

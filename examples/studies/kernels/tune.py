@@ -1,7 +1,8 @@
-"""Find tile sizes for this machine's GPU and write them beside the ops.
+"""Tune tile sizes for this machine's GPU, and write them to the folders of the ops.
 
-Run once per kind of GPU as `python -m examples.studies.kernels.tune`; `--help` has the options. Per
-op and shape key every candidate is timed on one typical call and the fastest is kept.
+Run once per kind of GPU as `python -m examples.studies.kernels.tune`; `--help` lists the
+options. For each op and shape key, every candidate is timed on one typical call, and the fastest is
+kept.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hf_spec_kernels.configs import config_file, device_name, trying
 from hf_spec_kernels.ragged_tree_attention import RaggedLayout
 
 Call = Callable[[], object]
-# Seconds that a call takes.
+# Returns the seconds of a call.
 Timer = Callable[[Call], float]
 
 VOCAB = 128_256
@@ -45,16 +46,16 @@ CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def attention_call(key: str, device: torch.device, context: int = CONTEXT) -> Call:
-    """A decoding step of one row: nodes of a tree after a context.
+    """Return attention of one row's decoding step: nodes of a tree after a context.
 
     Args:
-        key: `head128_16bit_few` and the like.
-        device: where to run.
-        context: committed tokens.
+        key: shape key such as `head128_16bit_few`.
+        device: device to run on.
+        context: number of committed tokens.
     """
     head, bits, rows = key.split("_")
     dtype = _dtype(bits)
-    # Few rows are those of one tile; see `kernel.config_key`.
+    # 4 nodes have the rows of one tile; see `kernel.config_key`.
     nodes = NODES[rows]
     size, places = int(head.removeprefix("head")), context + nodes
     query = torch.randn(nodes, KV_HEADS * GROUPS, size, device=device).to(dtype)
@@ -82,14 +83,14 @@ def attention_call(key: str, device: torch.device, context: int = CONTEXT) -> Ca
 def vocabulary_call(
     op: str, key: str, device: torch.device, vocab: int = VOCAB, rows: int = 64
 ) -> Call:
-    """A typical call of an op over the vocabulary.
+    """Return a typical call of an op over the vocabulary.
 
     Args:
-        op: its name.
+        op: name of the op.
         key: `16bit` or `32bit`.
-        device: where to run.
-        vocab: its size.
-        rows: distributions in the call.
+        device: device to run on.
+        vocab: size of the vocabulary.
+        rows: number of distributions.
     """
     logits = torch.randn(rows, vocab, device=device).to(_dtype(key))
     if op == "draft_features":
@@ -104,16 +105,16 @@ def vocabulary_call(
 
 
 def tune(op: str, key: str, call: Call, timer: Timer) -> dict[str, int]:
-    """The fastest of the candidates that run.
+    """Return the fastest candidate that runs.
 
     Args:
-        op: its name.
-        key: the shape, named in the progress line.
-        call: launches it.
-        timer: seconds of a call.
+        op: name of the op.
+        key: shape key, which is printed.
+        call: function that launches the op.
+        timer: function that returns the seconds of a call.
 
     Raises:
-        RuntimeError: if none runs.
+        RuntimeError: if no candidate runs.
     """
     best, shortest = None, float("inf")
     for candidate in _candidates(op, key):
@@ -131,13 +132,13 @@ def tune(op: str, key: str, call: Call, timer: Timer) -> dict[str, int]:
 
 
 def write(file: Path, found: dict[str, dict[str, int]]) -> None:
-    """Write the configurations of one op, a line per shape key."""
+    """Write the configs of one op, one line per shape key."""
     lines = (f' "{key}": {json.dumps(arguments)}' for key, arguments in found.items())
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.studies.kernels.tune", description=__doc__
     )
@@ -165,7 +166,7 @@ def _candidates(op: str, key: str) -> Iterator[dict[str, int]]:
     choices = CANDIDATES[op]
     for values in itertools.product(*choices.values()):
         found = dict(zip(choices, values, strict=True))
-        # From this size on capability 10.0 multiplies float32 by its first bits only.
+        # From this tile size on, compute capability 10.0 runs float32 matmuls in TF32.
         if "32bit" not in key or found.get("BLOCK_M", 0) < TF32_ROWS:
             yield found
 
@@ -175,7 +176,7 @@ def _dtype(bits: str) -> torch.dtype:
 
 
 def _gpu_seconds(call: Call) -> float:
-    """Median of repeated calls, caches flushed in between."""
+    """Return the median seconds of repeated calls, with caches flushed in between."""
     from triton.testing import do_bench
 
     return float(do_bench(call, return_mode="median")) * 1e-3

@@ -1,4 +1,4 @@
-"""Plot the record of `simulate.py`: time against the best fixed length, by cost of a draft token.
+"""Plot the record of `simulate.py`: time over the best fixed length, by cost of a draft token.
 
 Run as `python -m examples.studies.length_policies.plot RECORD --out PICTURE`.
 """

@@ -1,13 +1,13 @@
 """Replay the cost model over recorded answers on simulated machines.
 
-Run as `python -m examples.studies.length_policies.simulate --help` shows. The classes of hf_spec
-make every decision, with default options. Simulated are the draft model, which proposes what
-`traces.py` recorded, the target, which gives the recorded answer, and the clock. A step of the
-target takes 1, and each further node `node_cost`; a draft token takes `draft_cost`, and reading a
-token `read_cost` of that. The drafter measures times with noise and outliers; the reported times
-are those without.
+Run `python -m examples.studies.length_policies.simulate --help` for the options. The classes of
+hf_spec make every decision, with default options. The draft model, the target, and the clock are
+simulated: the draft model proposes the tokens recorded by `traces.py`, and the target produces the
+recorded answer. A step of the target takes 1, and each further node `node_cost`. A draft token
+takes `draft_cost`, and reading a token `read_cost` of that. The drafter measures times with noise
+and outliers; the reported times are those without.
 
-After the first wrong token, a draft goes on with the proposals of the following positions, since
+After the first wrong token, a draft continues with the proposals of the following positions, since
 the draft model's own continuation of a wrong text was not recorded.
 """
 
@@ -58,9 +58,9 @@ class Machine:
     """Costs in steps of the target, and the noise of measured times.
 
     Attributes:
-        read_cost: of one token of new text, in draft tokens.
+        read_cost: cost of reading one new token, in draft tokens.
         noise: standard deviation of the logarithm of a measured time.
-        outlier_share, outlier_factor: of all measured times, some are longer by this factor.
+        outlier_share, outlier_factor: this share of measured times is longer by the factor.
     """
 
     draft_cost: float
@@ -81,7 +81,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Answer:
-    """A recorded answer with the proposals of one draft model, see `traces.py`."""
+    """A recorded answer with the proposals of one draft model; see `traces.py`."""
 
     task: str
     prompt: list[int]
@@ -89,7 +89,7 @@ class Answer:
     proposals: list[list[int]]
 
     def run_length(self, position: int) -> int:
-        """Return how many tokens of a draft at `position` are right."""
+        """Return the number of correct tokens of a draft at `position`."""
         length = 0
         for proposal, token in zip(self.proposals[position:], self.tokens[position:], strict=True):
             if proposal[:1] != [token]:
@@ -99,7 +99,7 @@ class Answer:
 
 
 class Simulation(Clock):
-    """Time on a machine: `now` as measured, `spent` without noise."""
+    """Clock of a simulated machine: `now` is the measured time, `spent` the time without noise."""
 
     def __init__(self, machine: Machine, seed: int = 0):
         self.machine = machine
@@ -111,7 +111,7 @@ class Simulation(Clock):
         return self.now
 
     def run(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock, with noise in `now`."""
         self.spent += seconds
         factor = self._random.lognormvariate(0.0, self.machine.noise)
         if self._random.random() < self.machine.outlier_share:
@@ -120,7 +120,7 @@ class Simulation(Clock):
 
 
 class TraceDrafter(LevelDrafter):
-    """Proposes what was recorded at each position, and lets the time of a draft model pass."""
+    """Drafter that proposes the recorded tokens and advances the clock like a draft model."""
 
     forwards = 0  # type: ignore[assignment]
 
@@ -129,7 +129,7 @@ class TraceDrafter(LevelDrafter):
         self.simulation, self.answer, self._read = simulation, answer, 0
 
     def relative_cost(self, target: Any) -> float:
-        """Return the cost that sizes suggest, which is a quarter too low here."""
+        """Return the cost estimated from model sizes, which is 20% too low here."""
         return 0.8 * self.simulation.machine.draft_cost
 
     def next_tokens(self, state: GenerationState, growth: Growth) -> NextTokens:
@@ -145,11 +145,11 @@ class TraceDrafter(LevelDrafter):
         return NextTokens(tokens, chances.expand(len(growth.owners), 1, -1))
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Nothing is stored."""
+        """Do nothing: no KV cache is kept."""
 
 
 def tiny_target() -> LlamaForCausalLM:
-    """Return a model by which measured costs are cached; it never runs."""
+    """Return a model that measured costs are cached for; it never runs."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
     return LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=1, **sizes))
 
@@ -197,7 +197,7 @@ def generate(drafter: Drafter, simulation: Simulation, answer: Answer) -> dict[s
 
 
 def verify(tree: DraftTree, answer: Sequence[int]) -> Verdict:
-    """Accept what equals the answer."""
+    """Accept the path that equals the answer."""
     path = [0]
     for token in answer:
         child = tree.child(path[-1], token)
@@ -208,7 +208,7 @@ def verify(tree: DraftTree, answer: Sequence[int]) -> Verdict:
 
 
 def fixed_time(answer: Answer, machine: Machine, length: int) -> float:
-    """Return the time of an answer with drafts of a fixed length; 0 is `none`."""
+    """Return the time of an answer with drafts of a fixed length; length 0 is `none`."""
     position, spent, read = 0, 0.0, -len(answer.prompt)
     while position < len(answer.tokens):
         drafted = min(length, len(answer.tokens) - position - 1)
@@ -233,10 +233,10 @@ def load(path: Path, assistant: str) -> list[Answer]:
 def study(
     answers: Sequence[Answer], machine: Machine, strategy: str, cold: bool, seed: int = 0
 ) -> dict[str, Any]:
-    """Return the times of all answers, by the policy and by every fixed length.
+    """Return the times of all answers with the policy, compared with fixed lengths.
 
     With `cold`, each answer is the first one of a process; otherwise costs and acceptance rates of
-    earlier answers are known.
+    earlier answers are cached.
     """
     simulation = Simulation(machine, seed)
     cost_model_drafter.clock_of = lambda _: simulation  # type: ignore[assignment]

@@ -1,9 +1,9 @@
-"""Record what a draft model proposes at every position of the target's greedy answers.
+"""Record the proposals of a draft model at every position of the target's greedy answers.
 
-Run as `python -m examples.studies.length_policies.traces --help` shows. A greedy draft is right
-exactly as long as its tokens equal the answer's. So one proposal per position, made after the
-answer's own prefix, is enough to replay any draft length later; no time is measured here. The
-record is written after every prompt, and an interrupted command resumes.
+Run `python -m examples.studies.length_policies.traces --help` for the options. A greedy draft is
+accepted as long as its tokens equal those of the answer. So one proposal per position, made after
+the answer's own prefix, is enough to replay any draft length later. Nothing is timed here. The
+record is written after every prompt, and the same command resumes it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from hf_spec.generation.one_call import generate_with
 from hf_spec.methods.draft_model.truncated import PREFIX, truncated_draft
 from hf_spec.methods.registry import make_drafter
 
-# Most probable tokens per position.
+# Number of recorded tokens per position, most probable first.
 RANKS = 3
 # Probabilities are stored as integers, in units of 1 / SCALE.
 SCALE = 1000
 
 
 class Recorder(Drafter):
-    """Sends nothing, and records what every one of `drafters` proposes as the next token."""
+    """Drafter that sends nothing, and records the next tokens proposed by each of `drafters`."""
 
     def __init__(self, drafters: Mapping[str, Drafter]):
         self.drafters = drafters

@@ -1,11 +1,11 @@
-"""What earlier answers bring to `lookup` where requests resemble each other, as an agent's do.
+"""Measure `lookup` with a store of earlier answers on similar requests, as agents send them.
 
-Every prompt is asked several times with another first line, as a program asks that tries again or
-goes through a list. In each repetition the store is empty at first; plain `generate()`, `lookup`
-and `lookup` with the store answer every request one after the other. A ratio compares with plain
-`generate()` on the same request of the same repetition.
+Every prompt is sent several times with different first lines, like the requests of a program that
+retries or processes a list. Each repetition starts with an empty store; plain `generate()`,
+`lookup`, and `lookup` with the store answer every request in turn. Ratios are speedups over plain
+`generate()` on the same request in the same repetition.
 
-Run as `python -m examples.studies.lookup_store.agent_turns --help` says.
+Run `python -m examples.studies.lookup_store.agent_turns --help` for the options.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLAIN, LOOKUP, STORE = "plain", "lookup", "lookup, store"
 
 
 def requests(prompts: Sequence[Prompt], times: int) -> list[tuple[int, Prompt]]:
-    """Every prompt so many times, one round of all of them after the other, with its number."""
+    """Return (number, prompt) pairs: all prompts with a new first line, `times` times over."""
     found = []
     for number in range(times):
         for prompt in prompts:
@@ -48,7 +48,7 @@ def requests(prompts: Sequence[Prompt], times: int) -> list[tuple[int, Prompt]]:
 
 
 def contenders(model: Any) -> list[Contender]:
-    """The three, the last with a store of its own."""
+    """Return plain `generate()`, `lookup`, and `lookup` with a new store."""
     config = hf_spec.LookupConfig()
     return [
         plain(model),
@@ -60,10 +60,10 @@ def contenders(model: Any) -> list[Contender]:
 def measure(
     model: Any, tokenizer: Any, asked: Sequence[tuple[int, Prompt]], new_tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """A record per request and contender of one repetition."""
+    """Yield a record per request and contender of one repetition."""
     ways = contenders(model)
     for way in ways:
-        # Packed weights and the first calls of everything are not timed.
+        # Warm-up: weight packing and first calls are not timed.
         way.run(torch.ones(1, 4, dtype=torch.long), 2)
     for number, prompt in asked:
         ids = prompt.encode(tokenizer)
@@ -85,7 +85,7 @@ def measure(
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per number of the request and contender: ratio to plain, tokens a forward, identity."""
+    """Return a row per request number and contender: speedup, tokens per forward, identity."""
     seconds = {
         (r["repetition"], r["number"], r["prompt"]): r["seconds"]
         for r in records
@@ -114,7 +114,7 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Return a summary as Markdown."""
     head = [
         "request",
         "",
@@ -138,7 +138,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes the records as JSON."""
+    """Run the command line; print the table and write the records as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--per-task", type=int, default=1, help="prompts of each task")

@@ -1,10 +1,10 @@
-"""How much a `LookupStore` adds to `lookup` where prompts repeat, as in GRPO.
+"""Measure `lookup` with a `LookupStore` on repeated prompts, as in GRPO.
 
 Every epoch samples a group of answers to each prompt: with `lookup` alone, with one store for all
 prompts, and with a store per prompt. Drafts have a fixed size, so tau does not depend on the
 machine.
 
-Run as `python -m examples.studies.lookup_store.repeated_prompts --help` says.
+Run `python -m examples.studies.lookup_store.repeated_prompts --help` for the options.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(
             ids = prompt.encode(tokenizer)
             stores = {ALONE: None, ONE_STORE: shared, PER_PROMPT: own[index]}
             for name, store in stores.items():
-                # The same random numbers for all variants.
+                # All variants use the same random numbers.
                 torch.manual_seed(1000 * epoch + index)
                 output = model.generate(
                     ids,
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     model, tokenizer = load_model(options.model)
     prompts = load_prompts(options.prompts)
-    # Spread over the tasks of the file.
+    # Evenly spaced, to cover all tasks of the file.
     prompts = prompts[:: max(1, len(prompts) // options.num_prompts)][: options.num_prompts]
     records = list(measure(model, tokenizer, prompts, options))
     rows = summary(records)

@@ -1,6 +1,6 @@
-"""Token-for-token comparison of every strategy with plain generate, on all prompts.
+"""Compare every strategy with plain `generate()` token for token, on all prompts.
 
-Run as `python -m examples.studies.lossless.identity --help` says.
+Run `python -m examples.studies.lossless.identity --help` for the options.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def compare(
     tokenizer: Any,
     new_tokens: int,
 ) -> list[dict[str, Any]]:
-    """Generate every prompt with every contender.
+    """Answer every prompt with every contender, and compare with the reference.
 
     Returns:
-        One row per prompt and contender: identical or not, the first differing position, tau.
+        One row per prompt and contender: identity, the first differing position, and tau.
     """
     rows = []
     for prompt in tqdm(prompts, desc="prompts", disable=None):
@@ -60,7 +60,7 @@ def compare(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; exit code 0 only if every output is identical."""
+    """Run the command line; return 0 only if every output is identical."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--new-tokens", type=int, default=64)

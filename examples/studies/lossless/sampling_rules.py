@@ -4,13 +4,13 @@ Both rules accept more draft tokens than exact verification and change the distr
 output (Gong et al. 2024, arXiv 2407.16207, tables 2, 9, and 10; Liu et al. 2024, arXiv 2403.18647,
 table 4). Every prompt is answered by plain `generate()` and by each strategy with both rules, at
 every temperature and seed. Quality: the mean log-probability of the answer's tokens under the
-target at the same temperature, and the share of right answers to problems with tests or numbers.
+target at the same temperature, and the share of correct answers to problems with tests or numbers.
 
     python -m examples.studies.lossless.sampling_rules --model TARGET --gsd DRAFT --out RECORD.json
     python -m examples.studies.lossless.sampling_rules --model TARGET --sdsat ADAPTER \
         --temperatures 0 0.2 1 --top-k 10 --top-p 0.95 --out RECORD.json
 
-The record is written after every prompt, and the same command continues it.
+The record is written after every prompt, and the same command resumes it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EXACT, LOSSY = "exact", "lossy"
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt of (1, L) ids, and whether an answer to it is right, if that can be decided."""
+    """A prompt of (1, L) ids, and a function that judges its answers, if they can be judged."""
 
     id: str
     ids: Tensor
@@ -54,7 +54,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Method:
-    """A strategy with one rule; `config` has a field `lossy`."""
+    """A strategy; `config` has a field `lossy` that selects the rule."""
 
     name: str
     config: StrategyConfig
@@ -62,7 +62,7 @@ class Method:
 
 
 def gsd_methods(draft: Any, thresholds: Sequence[float], max_nodes: int) -> list[Method]:
-    """Return the paper's SSD, TSD, and GSD with one pruning, depth, and exit rule."""
+    """Return the paper's SSD, TSD, and GSD with the same pruning, depth, and exit rule."""
     every = 10_000
     common = GsdConfig(
         length_policy="static",
@@ -86,7 +86,7 @@ def sdsat_methods(adapter: str, lengths: Sequence[int], trees: Sequence[int]) ->
 
 
 def with_rules(methods: Sequence[Method], temperature: float) -> list[tuple[str, Method]]:
-    """Return every method with both rules; greedy decoding has one."""
+    """Return every method with both rules; greedy decoding has only the exact one."""
     rules = (EXACT, LOSSY) if temperature else (EXACT,)
     return [
         (rule, replace(one, config=replace(one.config, lossy=rule == LOSSY)))  # type: ignore[call-arg]
@@ -143,7 +143,7 @@ def measure(
         runs = [(PLAIN, "", plain(model, given))]
         for rule, one in with_rules(methods, temperature):
             runs.append((one.name, rule, strategy(model, one.config, one.assistant, None, given)))
-        # Whichever comes first finds colder caches.
+        # Rotate the order: the first run has cold caches.
         turn = seed % len(runs)
         for name, rule, contender in [*runs[turn:], *runs[:turn]]:
             torch.manual_seed(seed)
@@ -172,7 +172,7 @@ def measure(
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per temperature, method, and rule, with differences to plain `generate()`."""
+    """Return a row per temperature, method, and rule, with differences from plain `generate()`."""
 
     def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
         return record["temperature"], record["question"], record["seed"]
@@ -221,7 +221,7 @@ def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], with_speed: bool = True) -> str:
-    """Return Markdown of a summary."""
+    """Return a summary as Markdown."""
 
     def figure(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
         return lambda row: "-" if row[name] is None else format(row[name], form)
@@ -246,7 +246,7 @@ def table(rows: Sequence[Mapping[str, Any]], with_speed: bool = True) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what is measured."""
+    """Add the options of `timing` and of the workload."""
     timing.add_options(parser)
     drafts = parser.add_mutually_exclusive_group(required=True)
     drafts.add_argument("--gsd", metavar="DRAFT", help="SSD, TSD, and GSD with this draft model")
@@ -272,7 +272,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table."""
+    """Run the command line; print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,6 @@
-"""The other side of `peer`: a process that answers with another library.
+"""Server side of `peer`: a process that answers with another library.
 
-Imports nothing of hf_spec, because it runs in the environment of that library.
+It does not import hf_spec, because it runs in the environment of that library.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def add_options(parser: ArgumentParser) -> None:
     """Add the options that every peer has."""
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lookup", action="store_true", help="draft from the prompt")
-    # These defaults are those of OpenVINO's own example.
+    # Defaults of OpenVINO's example.
     parser.add_argument("--draft-tokens", type=int, default=5)
     parser.add_argument("--match-length", type=int, default=3)
 
 
 def run(load: Callable[[Namespace], tuple[dict[str, Any], Answer]], options: Namespace) -> None:
-    """Answer the lines of standard input on standard output."""
-    # Libraries print to standard output, which is kept for answers.
+    """Read requests from standard input, and write answers to standard output."""
+    # Libraries print to standard output, so redirect it and keep the original for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(*load(options), sys.stdin, answers)
@@ -39,7 +39,7 @@ def serve(
     requests: TextIO,
     answers: TextIO,
 ) -> None:
-    """Write the facts, then answer line after line; `answer` gives the new tokens."""
+    """Write the facts, then answer each line; `answer` returns the new tokens."""
     print(json.dumps(facts), file=answers, flush=True)
     for line in requests:
         asked = json.loads(line)

@@ -1,4 +1,4 @@
-"""hf_spec and other libraries beside plain `generate()`, in turn on every prompt.
+"""Compare hf_spec, other libraries, and plain `generate()`, in turn on every prompt.
 
     python -m examples.studies.peers.compare --model MODEL --threads 1 --processor-time \
         --strategy auto --strategy lookup --strategy falcon \
@@ -6,7 +6,7 @@
         --peer "openvino=PYTHON -m examples.studies.peers.openvino_peer FOLDER" \
         --peer "openvino lookup=PYTHON -m examples.studies.peers.openvino_peer FOLDER --lookup"
 
-How it is measured, and how a command goes on: `full_table.by_prompt`. The processor seconds of a
+See `full_table.by_prompt` for the method and for resuming a command. The processor seconds of a
 peer are those of its own process (`peer`, `openvino_peer`).
 """
 
@@ -20,7 +20,7 @@ from examples.studies.peers.peer import named, started
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every run as JSON."""
+    """Run the command line; print the table and write every run as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         peers = [stack.enter_context(started(*given)) for given in options.peer]
 
         def clock() -> float:
-            # Others' processes count nothing on our clock while we wait for them.
+            # Our process clock does not count the time of peer processes, so add theirs.
             theirs = sum(peer.processor_seconds for peer in peers)
             return own_clock() + (theirs if options.processor_time else 0)
 

@@ -1,12 +1,12 @@
 """llama.cpp as a peer: greedy answers from a GGUF file, also with prompt lookup or a draft model.
 
-Runs in an environment of its own and imports nothing of hf_spec:
+Runs in a separate environment and does not import hf_spec:
 
     python -m venv peers && peers/bin/pip install llama-cpp-python --no-binary llama-cpp-python
     peers/bin/python -m examples.studies.peers.llama_cpp_peer FILE --threads 2 --draft FILE
 
-The last command waits for the lines that `peer` describes. Compiled from source, llama.cpp uses
-the instructions of this processor. Its cache is emptied before every prompt.
+The last command reads the requests that `peer` describes. Compiled from source, llama.cpp uses all
+instructions of this processor. Its KV cache is cleared before every prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load(options: argparse.Namespace) -> tuple[dict[str, Any], answering.Answer]
             n_threads=options.threads,
             n_threads_batch=options.threads,
             draft_model=drafter,
-            # Verification reads the scores of all tokens of a draft.
+            # Verification needs the logits of all draft tokens.
             logits_all=drafter is not None,
             verbose=False,
         )
@@ -39,7 +39,7 @@ def load(options: argparse.Namespace) -> tuple[dict[str, Any], answering.Answer]
     small = None if options.draft is None else opened(options.draft)
 
     class SmallModel(LlamaDraftModel):  # type: ignore[misc]
-        """Greedy drafts of `small`, which reads what is new in the text."""
+        """Greedy drafter with `small`, whose cache needs only the new tokens of the text."""
 
         def __call__(self, input_ids: Any, /, **_: Any) -> Any:
             drafted = islice(small.generate(input_ids.tolist(), top_k=1), options.draft_tokens)
@@ -69,7 +69,7 @@ def load(options: argparse.Namespace) -> tuple[dict[str, Any], answering.Answer]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", help="GGUF")
     parser.add_argument("--draft", help="GGUF of a draft model")

@@ -1,15 +1,15 @@
 """OpenVINO GenAI as a peer: greedy answers, also with its prompt lookup or a draft model.
 
-Runs in an environment of its own and imports nothing of hf_spec:
+Runs in a separate environment and does not import hf_spec:
 
     python -m venv peers && peers/bin/pip install openvino-genai optimum-intel
     peers/bin/optimum-cli export openvino -m MODEL --task text-generation-with-past \
         --weight-format fp32 FOLDER
     peers/bin/python -m examples.studies.peers.openvino_peer FOLDER --lookup
 
-The last command waits for the lines that `peer` describes. Products, keys and values are float32;
-with `--default-precision`, they are what OpenVINO takes on this processor, such as bfloat16 and 8
-bits. No prompt is kept for the next repetition.
+The last command reads the requests that `peer` describes. Matmuls and the KV cache are float32;
+with `--default-precision`, they have OpenVINO's defaults on this processor, such as bfloat16 and 8
+bits. Prefix caching is off, so repetitions do not reuse prompts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load(options: argparse.Namespace) -> tuple[dict[str, Any], answering.Answer]
         }
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
-    # The whole prompt in one forward.
+    # Run the whole prompt in one forward pass.
     scheduler.max_num_batched_tokens = sys.maxsize
     pipeline = genai.LLMPipeline(
         options.folder,
@@ -68,7 +68,7 @@ def load(options: argparse.Namespace) -> tuple[dict[str, Any], answering.Answer]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", help="of the exported model")
     parser.add_argument("--draft", help="folder of a draft model, exported as well")

@@ -1,9 +1,9 @@
-"""Peak memory of plain `generate()` and of strategies, each in a process of its own.
+"""Measure the peak memory of plain `generate()` and of strategies, each in a separate process.
 
     python -m examples.studies.peers.peak_memory --model MODEL --dtype bfloat16 --strategy none \
         --strategy gsd:assistant_bits=4@DRAFT
 
-The peak counts everything since the process began, loading included.
+The peak is that of the whole process, including loading.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from hf_spec.evaluation.bench.tables import Table
 
 
 def peak(options: argparse.Namespace, strategies: list[str]) -> tuple[str, int]:
-    """Answer a prompt, plainly without strategies; return name and bytes of the process's peak."""
+    """Answer a prompt; return the contender's name and the peak memory of the process in bytes.
+
+    Without strategies, plain `generate()` is used.
+    """
     options.strategy = strategies
     model, _ = by_prompt.begin(options)
     contender = by_prompt.ours(model, options)[-1]
@@ -34,14 +37,14 @@ def peak(options: argparse.Namespace, strategies: list[str]) -> tuple[str, int]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes the peaks as JSON."""
+    """Run the command line; print the table and write the peaks as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     by_prompt.add_options(parser)
     options = parser.parse_args(argv)
     entries = [[], *([strategy] for strategy in options.strategy)]
-    # A forked process would begin with the peak of this one.
+    # A forked process would start with the peak of this one.
     workers = partial(ProcessPoolExecutor, 1, multiprocessing.get_context("spawn"))
     peaks = {}
     for entry in entries:

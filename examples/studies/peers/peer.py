@@ -1,9 +1,9 @@
-"""Generators of other libraries, each in a process and an environment of its own.
+"""Generation with other libraries, each in a separate process and environment.
 
-A peer is a command. It first writes a line of JSON with facts about itself; then it reads a line
-`{"ids": [...], "new_tokens": 48}` at a time and answers with
-`{"ids": [...], "processor_seconds": 0.9}`: prompt and answer, and what its process computed.
-It ends when its input ends. `openvino_peer` is one.
+A peer is a command, such as `openvino_peer`. It first writes a line of JSON with facts about
+itself. Then it reads a line `{"ids": [...], "new_tokens": 48}` at a time and answers with
+`{"ids": [...], "processor_seconds": 0.9}`: the ids of prompt and answer, and the processor seconds.
+It exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class Peer:
     """A running peer.
 
     Attributes:
-        facts: what it says about itself.
-        processor_seconds: what its process has computed so far for all answers.
+        facts: its first line, such as versions and options.
+        processor_seconds: processor time of its process for all answers so far.
     """
 
     def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
-        """Wait until it can answer."""
+        """Wait for the first line of the process."""
         self.name = name
         self._process = process
         self.facts = self._read()
         self.processor_seconds = 0.0
 
     def run(self, ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
-        """Greedy, from (1, L) ids that all count."""
+        """Generate greedily from (1, L) ids without padding."""
         assert self._process.stdin is not None
         asked = {"ids": ids[0].tolist(), "new_tokens": new_tokens}
         print(json.dumps(asked), file=self._process.stdin, flush=True)
@@ -47,7 +47,7 @@ class Peer:
 
     @property
     def contender(self) -> Contender:
-        """As the benchmarks know it."""
+        """The peer as a contender of the benchmarks."""
         return Contender(self.name, self.run, batches=False)
 
     def _read(self) -> dict[str, Any]:
@@ -61,16 +61,16 @@ class Peer:
 
 @contextmanager
 def started(name: str, command: str) -> Iterator[Peer]:
-    """A peer that ends with the context."""
+    """Start a peer that exits with the context."""
     with subprocess.Popen(
         shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        # Leaving closes its input, and waits.
+        # On exit, Popen closes the input and waits for the process.
         yield Peer(name, process)
 
 
 def named(text: str) -> tuple[str, str]:
-    """NAME=COMMAND, as an option gives it."""
+    """Parse NAME=COMMAND of an option."""
     name, found, command = text.partition("=")
     if not found:
         raise ValueError(text)

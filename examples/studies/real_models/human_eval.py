@@ -1,14 +1,14 @@
-"""HumanEval, problem by problem: speed of strategies, and which answers pass the tests.
+"""Measure the speed of strategies and pass@1 on HumanEval, problem by problem.
 
     python -m examples.studies.real_models.human_eval --model TARGET --dtype bfloat16 \
         --problems HumanEval.jsonl.gz --strategy none --strategy lookup --strategy gsd@DRAFT \
         --out human_eval.json
 
 The problems are those of OpenAI (github.com/openai/human-eval, MIT license); the Python package
-human-eval has the file, too. Plain `generate()` and the strategies run in rotating order on every
-problem. Problems come in a shuffled order, so that a part of them is a fair sample. The record is
-written after each one, and the same command continues it. Answers begin by copying the prompt,
-which is easy to draft; with --after-copy, they begin after the copy. Programs run in
+human-eval also contains the file. Plain `generate()` and the strategies run in rotating order on
+every problem. Problems are shuffled, so that an interrupted run is a fair sample. The record is
+written after each problem, and the same command resumes it. Answers begin by copying the prompt,
+which is easy to draft; with --after-copy, they begin after the copy. Generated programs run in
 `examples.studies.sdsat.sandbox`.
 """
 
@@ -36,13 +36,13 @@ from hf_spec.evaluation.bench.contenders import Contender
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.lossless.mismatch import differences
 
-# Beginning of an answer that copies the prompt.
+# Start of an answer, which copies the prompt.
 COPY = "```python\n{prompt}"
 WARM_UP_TOKENS = 16
 
 
 def encode(tokenizer: Any, problem: dict[str, Any], after_copy: bool) -> Tensor:
-    """Return the (1, L) ids of a problem in the chat template, maybe with the copied prompt."""
+    """Return the (1, L) ids of a problem in the chat template, and optionally the copied prompt."""
     ids = Prompt("", "code", (HUMAN_EVAL_PROMPT.format(**problem),)).encode(tokenizer)
     if not after_copy:
         return ids
@@ -92,7 +92,7 @@ def measure(
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return Markdown: per contender its speed, tau, passed tests, and equal answers."""
+    """Return Markdown: speed, tau, passed tests, and equal answers of each contender."""
     names = list(records[0]["results"])
     rows = []
     for name in names:
@@ -116,7 +116,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def speedups(records: Sequence[dict[str, Any]], reference: str, name: str) -> list[float]:
-    """Return the tokens per second of a contender over those of another, by problem."""
+    """Return the tokens per second of a contender relative to the reference, by problem."""
     pairs = [(r["results"][reference], r["results"][name]) for r in records]
     return [
         (of["seconds"] / of["new_tokens"]) / (mine["seconds"] / mine["new_tokens"])
@@ -133,7 +133,7 @@ def _ratios(records: Sequence[dict[str, Any]], reference: str, name: str) -> str
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every problem as JSON."""
+    """Run the command line; print the table and write every problem as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,14 @@
-"""The five papers on Qwen2.5-Coder 1.5B with its 0.5B draft model, step by step.
+"""Reproduce the five papers on Qwen2.5-Coder 1.5B with its 0.5B draft model, step by step.
 
     python -m examples.studies.real_models.papers --list
     python -m examples.studies.real_models.papers gsd-merging disco-transfer --work FOLDER \
         --train-prompts PROMPTS.jsonl --human-eval HumanEval.jsonl.gz
 
-Without names, all steps run in order. Every step continues where it was interrupted, and writes its
-record to a folder of `examples/studies` (or of --records). PROMPTS.jsonl has `id`, `task`, and
-`turns`; prompts whose id begins with "mbpp-" are MBPP's training part, those of the task "code"
-train the adaptive tokens. The package human-eval has the file of HumanEval; without it, hf_spec's
-ten prompts of HumanEval are used. Run steps that measure time on an otherwise idle machine.
+Without names, all steps run in order. Every step resumes an interrupted run, and writes its record
+to a folder of `examples/studies` (or of --records). PROMPTS.jsonl has `id`, `task`, and `turns`;
+ids of MBPP's training set start with "mbpp-", and prompts of the task "code" train the adaptive
+tokens. The package human-eval contains the HumanEval file; without it, hf_spec's ten HumanEval
+prompts are used. Run steps that measure time on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ STUDIES = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Step:
-    """A command with its estimated minutes on two cores, and the memory that it needs.
+    """A command with its estimated minutes on two cores, and its memory in GB.
 
     Words in braces are replaced: {target}, {draft}, {work}, {records}, {mbpp}, {code}, and
-    {human_eval}, which is a file or, without one, a task of the package's prompts. Options whose
-    word is {human_eval_file} are left out where there is no file.
+    {human_eval}, which is a file or, without one, a task of the package's prompts. Options with
+    the value {human_eval_file} are left out if there is no file.
     """
 
     name: str
@@ -206,7 +206,7 @@ STEPS = (
 
 
 def arguments(step: Step, words: Mapping[str, str]) -> list[str]:
-    """Return the arguments of Python for a step; options with missing files are left out."""
+    """Return the Python arguments of a step, without options whose file is missing."""
     found: list[str] = []
     for word in step.words.split():
         if word == "{human_eval_file}" and not words["human_eval_file"]:
@@ -217,18 +217,18 @@ def arguments(step: Step, words: Mapping[str, str]) -> list[str]:
 
 
 def run_python(words: list[str]) -> None:
-    """Run Python with these arguments in a process of its own."""
+    """Run Python with these arguments in a separate process."""
     subprocess.run([sys.executable, *words], check=True)
 
 
 def write_part(source: Path, chosen: str, out: Path) -> None:
-    """Write the lines of a file of prompts that contain `chosen`."""
+    """Write the lines of a prompt file that contain `chosen`."""
     lines = source.read_text(encoding="utf-8").splitlines()
     out.write_text("".join(f"{line}\n" for line in lines if chosen in line), encoding="utf-8")
 
 
 def linked(work: Path, name: str) -> str:
-    """Return a link in `work` to a checkpoint: adapters name a draft model that is beside them."""
+    """Link a checkpoint in `work`: adapters refer to a draft model in the same folder."""
     link = work / name
     if not link.exists():
         link.symlink_to(checkpoint(name).resolve(), target_is_directory=True)
@@ -236,12 +236,12 @@ def linked(work: Path, name: str) -> str:
 
 
 def steps(names: Sequence[str]) -> list[Step]:
-    """Return the named steps, all without names."""
+    """Return the named steps, or all steps if there are no names."""
     return [step for step in STEPS if not names or step.name in names]
 
 
 def table() -> str:
-    """Return Markdown of all steps."""
+    """Return a Markdown table of all steps."""
     columns = {
         "step": lambda step: f"`{step.name}`",
         "minutes": lambda step: str(step.minutes),
@@ -252,7 +252,7 @@ def table() -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""Whisper on synthesized speech: the transcripts of plain `generate()`, and how fast they come.
+"""Compare strategies with plain `generate()` for Whisper on synthesized speech: output and speed.
 
     python -m examples.studies.real_models.speech --model FOLDER --out speech.json
 
-Needs the program espeak-ng. Every recording is read by another voice at another speed, with more or
-less noise. Strategies run in turn on every recording, so changes of the machine's speed affect all
-of them. The encoder is timed apart, because drafts cannot shorten it.
+Needs the program espeak-ng. Recordings differ in voice, speed, and noise. Strategies alternate on
+every recording, so changes in the machine's speed affect all of them. The encoder is timed
+separately, because drafting cannot speed it up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
 
 RATE = 16_000
-# Whisper reads at most this much at once.
+# Length of Whisper's input window.
 WINDOW_SECONDS = 30
 VOICES = ("en-us", "en-gb", "en-gb-scotland", "en-us+f3", "en-gb+m4", "en-us+m7")
 # Words per minute, and signal-to-noise ratios in decibels.
@@ -66,7 +66,7 @@ class Recording:
 
     @property
     def is_long(self) -> bool:
-        """True if Whisper reads it in several windows."""
+        """True if the recording needs several windows."""
         return self.seconds > WINDOW_SECONDS
 
 
@@ -77,12 +77,12 @@ def texts() -> Iterator[str]:
 
 
 def synthesize(text: str, voice: str, words_per_minute: int) -> Audio:
-    """Return the speech of espeak-ng."""
+    """Return the text as spoken by espeak-ng."""
     command = ["espeak-ng", "-v", voice, "-s", str(words_per_minute), "--stdout", text]
     output = subprocess.run(command, check=True, capture_output=True).stdout
     with wave.open(io.BytesIO(output)) as file:
         rate = file.getframerate()
-        # The header does not know the length of a stream.
+        # The header of a stream has no valid length.
         samples = np.frombuffer(file.readframes(2**30), np.int16)
     audio = samples.astype(np.float32) / 2**15
     places = np.arange(0, len(audio), rate / RATE)
@@ -106,7 +106,7 @@ def record(count: int) -> list[Recording]:
         words = articles[index % len(articles)].split()
         start = 30 * (index // len(articles))
         text = " ".join(words[start : start + WORDS[index % len(WORDS)]])
-        # The numbers of choices share factors, so the last one advances by the others.
+        # The numbers of choices share factors, so shift the noise after every cycle of voices.
         voice, speed = VOICES[index % len(VOICES)], SPEEDS[index % len(SPEEDS)]
         noise = NOISES[(index + index // len(VOICES)) % len(NOISES)]
         audio = with_noise(synthesize(text, voice, speed), noise, seed=index)
@@ -115,7 +115,7 @@ def record(count: int) -> list[Recording]:
 
 
 class Transcriber:
-    """Model and processor."""
+    """Whisper model with its processor."""
 
     def __init__(self, model: Any, processor: Any):
         self.model = model
@@ -159,7 +159,7 @@ class Transcriber:
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the result and its seconds."""
+    """Return the result of a call and its seconds."""
     start = time.perf_counter()
     result = call()
     return result, time.perf_counter() - start
@@ -168,7 +168,7 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
 def measure(
     transcriber: Transcriber, group: Sequence[Recording], repeats: int, first: int
 ) -> dict[str, Any]:
-    """Time all strategies on one batch; `first` is the index of the strategy that begins."""
+    """Time all strategies on one batch; `first` is the index of the strategy that runs first."""
     inputs = transcriber.features(group)
     is_long = any(recording.is_long for recording in group)
     seconds: dict[str, list[float]] = {name: [] for name in ("encoder", *STRATEGIES)}
@@ -248,7 +248,7 @@ def main() -> None:
     model = WhisperForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32)
     transcriber = Transcriber(model.eval(), AutoProcessor.from_pretrained(options.model))
     recordings = record(options.recordings)
-    # Packed weights, compiled layers, and first timings belong to no recording.
+    # Warm-up: weight packing, layer compilation, and first cost measurements.
     measure(transcriber, recordings[:1], 1, 0)
     results = []
     for size in options.batch_sizes:

@@ -1,7 +1,7 @@
-"""Whisper from a CTranslate2 model file, as transformers' own model.
+"""Load Whisper from a CTranslate2 model file into the model class of transformers.
 
-CTranslate2 fuses the projections of an attention into one matrix and names layers by their place.
-The file is a list of named arrays after a header; see `read_arrays`.
+CTranslate2 fuses the projections of an attention layer into one matrix, and its weight names
+differ. The file is a header and a list of named arrays; see `read_arrays`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# By the number that stands for it in the file.
+# Dtypes by their number in the file.
 DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
-# Special tokens of the multilingual models, which the files beside the weights do not name.
+# Special tokens of the multilingual models, which the files of the checkpoint do not list.
 END, START = 50257, 50258
 TRANSLATE, TRANSCRIBE = 50358, 50359
 PREVIOUS, NO_TIMESTAMPS = 50361, 50363
@@ -27,9 +27,9 @@ PREVIOUS, NO_TIMESTAMPS = 50361, 50363
 def read_arrays(path: Path) -> dict[str, Tensor]:
     """Return the arrays of a CTranslate2 file by name.
 
-    Little-endian: version, name and revision of the model's specification, and the number of
-    arrays; for each its name, number of dimensions, dimensions, dtype, size in bytes, and data. A
-    name is its length including the final zero, and its bytes.
+    The format is little-endian: version, name and revision of the model's specification, and the
+    number of arrays. Each array has a name, number of dimensions, dimensions, dtype, size in
+    bytes, and data. A name is stored as its length with the final zero, and its bytes.
     """
     data = path.read_bytes()
     position = 0
@@ -63,7 +63,7 @@ def read_arrays(path: Path) -> dict[str, Tensor]:
 
 
 def renamed(arrays: dict[str, Tensor], num_layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under the names of transformers."""
+    """Yield the weights with their names in transformers."""
 
     def linear(ours: str, theirs: str) -> Iterator[tuple[str, Tensor]]:
         yield f"{ours}.weight", arrays[f"{theirs}/weight"]
@@ -106,7 +106,7 @@ def renamed(arrays: dict[str, Tensor], num_layers: int) -> Iterator[tuple[str, T
 
 
 def load_whisper(path: Path) -> tuple[Any, Any]:
-    """Return the model in float32 and its processor; the tokenizer's files are beside the file."""
+    """Return the float32 model and its processor; tokenizer files are in the folder of `path`."""
     from transformers import (
         WhisperConfig,
         WhisperFeatureExtractor,
@@ -142,7 +142,7 @@ def load_whisper(path: Path) -> tuple[Any, Any]:
     model = WhisperForConditionalGeneration(config)
     weights = {name: array.float() for name, array in renamed(arrays, num_layers)}
     weights["proj_out.weight"] = weights["model.decoder.embed_tokens.weight"]
-    # Strict: missing and unexpected tensors raise.
+    # Strict loading: missing and unexpected tensors raise an error.
     model.load_state_dict(weights)
     tokenizer = WhisperTokenizerFast(tokenizer_file=str(path.parent / "tokenizer.json"))
     settings = json.loads((path.parent / "config.json").read_text())
@@ -152,7 +152,7 @@ def load_whisper(path: Path) -> tuple[Any, Any]:
 
 
 def _generation_config(tokenizer: Any, settings: dict[str, Any], max_length: int) -> Any:
-    """Return what Whisper's `generate()` reads."""
+    """Return the generation config of Whisper's `generate()`."""
     from transformers import GenerationConfig
 
     languages = {token: tokenizer.convert_ids_to_tokens(token) for token in settings["lang_ids"]}
