@@ -40,7 +40,7 @@ def ancestor_mask() -> str:
     size = (cell, cell)
     canvas = Canvas(540, 320, "Every node sees the committed text, its ancestors and itself")
     canvas.text(left, 24, "stored")
-    canvas.text(left + committed * cell + 12, 24, "this forward")
+    canvas.text(left + committed * cell + 12, 24, "this forward pass")
     for column, word in enumerate(["the", "cat", "sat", *WORDS]):
         x = left + column * cell + (12 if column >= committed else 0) + cell / 2
         canvas.text(x, 48 if column % 2 else 58, word, "middle")
@@ -65,7 +65,7 @@ def ragged_batch() -> str:
     stored, new, cell = (5, 2, 4), (4, 1, 2), 26
     size = (cell, 22)
     canvas = Canvas(560, 300, "The tokens of a step as a padded rectangle and as a packed sequence")
-    canvas.text(20, 24, "padded: the linear layers run the red places too")
+    canvas.text(20, 24, "padded: the linear layers also run the red slots")
     widest = max(new)
     for row, count in enumerate(new):
         for column in range(widest):
@@ -78,12 +78,12 @@ def ragged_batch() -> str:
         for _ in range(count):
             canvas.box(x, 152, size, ROWS[row])
             x += cell
-    canvas.text(20, 202, "keys and values: each row goes on after its own last token")
+    canvas.text(20, 202, "keys and values: each row continues after its own last token")
     for row, (before, count) in enumerate(zip(stored, new, strict=True)):
         for column in range(before + count):
             fill = PALE if column < before else ROWS[row]
             canvas.box(20 + column * cell, 212 + row * 26, size, fill)
-    canvas.text(280, 230, "grey: stored earlier")
+    canvas.text(280, 230, "gray: stored earlier")
     return str(canvas)
 
 

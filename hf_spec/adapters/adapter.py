@@ -40,9 +40,9 @@ CACHE_PREFIX = "models--"
 FOLDER = "custom_generate"
 FILES = {
     "generate.py": '''\
-"""Generates with this adapter: custom_generate=<its repository>, trust_remote_code=True.
+"""Generate with this adapter: custom_generate=<its repository>, trust_remote_code=True.
 
-Needs the package hf-spec (see requirements.txt), which does the work.
+Requires the package hf-spec (see requirements.txt).
 """
 
 from hf_spec import custom_generate as generate

@@ -1,6 +1,6 @@
-"""Compile kernels for a GPU that need not be there, from the launchers' own arguments.
+"""Compile kernels for a GPU that need not be installed, from the launchers' own arguments.
 
-A program for `test_compiles`: it prints a line of JSON per kernel, a `Compiled` with its case.
+Script for `test_compiles`: it prints one line of JSON per kernel, a `Compiled` with its case.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from examples.studies.kernels.offline import compiling
 
 DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
 EVERYTHING = Scoring(0.1, 9, 5.0, torch.zeros(8), torch.zeros(8))
-# Nodes of which four heads each are few, some or many rows.
+# Numbers of nodes that make few, some or many rows with four heads each.
 NODES = {"few": 4, "some": 40, "many": 300}
 
 
@@ -57,7 +57,7 @@ def over_the_vocabulary() -> None:
 
 
 def every_kernel() -> dict[str, Callable[[], None]]:
-    """One case or more of each, and the two that were once found wrong."""
+    """Return at least one case of every kernel, and two regression cases of tree attention."""
     return {
         "all that scores": lambda: attend(80, 4, torch.float16, EVERYTHING, 4),
         "head128_16bit_many": lambda: attend(128, 300, torch.bfloat16, Scoring(), 1),
@@ -69,7 +69,7 @@ def every_kernel() -> dict[str, Callable[[], None]]:
 
 
 def every_config() -> dict[str, Callable[[], None]]:
-    """Tree attention by every line of its default tile sizes, with all that scores and without."""
+    """Return tree attention with every default tile size, with and without all scoring options."""
     cases = {}
     for key in json.loads(config_file("ragged_tree_attention", "default").read_text()):
         head, bits, rows = key.removeprefix("head").split("_")
@@ -82,7 +82,7 @@ def every_config() -> dict[str, Callable[[], None]]:
 
 
 def products_of_float32() -> dict[str, Callable[[], None]]:
-    """One that was rounded on some GPUs."""
+    """Return a case with float32 matmuls, which some GPUs round if allowed to."""
     return {"head128_32bit_many": every_config()["head128_32bit_many, 1 splits"]}
 
 

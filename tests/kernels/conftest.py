@@ -1,4 +1,4 @@
-"""The ops run on the CPU in Triton's interpreter and, with `-m gpu`, on a GPU: the same tests."""
+"""Fixtures that run tests on the CPU in Triton's interpreter and, with `-m gpu`, on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_spec_kernels import has_triton
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the kernels of a test run."""
+    """Return the device that the kernels of a test run on."""
     kind = request.param
     if not has_triton() and sys.platform != "linux":
         pytest.skip("Triton is made for Linux only")
@@ -30,15 +30,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Every dtype of the kernels."""
+    """Return each dtype of the kernels."""
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def bfloat16_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter stores bfloat16 as integers and would multiply those.
+    """Widen bfloat16 to float32 in matmuls; the interpreter would multiply the stored integers.
 
-    Products of bfloat16 are exact in float32, in which GPUs add them up.
+    Products of bfloat16 numbers are exact in float32, in which GPUs accumulate them.
     """
     if not has_triton():
         return
@@ -61,7 +61,7 @@ def bfloat16_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def nan_memory() -> Iterator[None]:
-    """New memory is full of NaN, so that what a kernel forgets to write shows."""
+    """Fill new memory with NaN, which reveals elements that a kernel does not write."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)

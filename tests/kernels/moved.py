@@ -1,4 +1,4 @@
-"""Tensors on another device, as they lie here."""
+"""Copies of tensors on another device, with the same strides."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy with the same strides; `Tensor.to` closes gaps."""
+    """Return a copy with the same strides; `Tensor.to` closes gaps."""
     shape, strides = tensor.shape, tensor.stride()
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device).copy_(tensor)

@@ -11,8 +11,9 @@ from hf_spec_kernels import RaggedLayout
 from hf_spec_kernels.ragged_tree_attention import pack_bits
 from torch import Tensor
 
-# Committed tokens and parents of the nodes after them, -1 for a root. A chain, a tree whose keys
-# fill several bytes of bits, a root alone at the very start, a finished row, a tree in disorder.
+# Number of committed tokens, and parents of the nodes after them, -1 for a root. A chain, a tree
+# whose keys fill several bytes of bits, a single root at position 0, a finished row, an unsorted
+# tree.
 ROWS: list[tuple[int, list[int]]] = [
     (5, [-1, 0, 1]),
     (37, [-1, 0, 0, 1, 1, 2, 5, 5, 0, 3]),
@@ -34,7 +35,7 @@ class Shape:
 
 @dataclass
 class Case:
-    """Arguments of the op, and per query the places that it sees."""
+    """Arguments of the op, and the cache indices that each query attends to."""
 
     query: Tensor
     keys: Tensor
@@ -55,15 +56,15 @@ def make_case(
     spare: int = 3,
     first_known: int = 0,
 ) -> Case:
-    """A random batch.
+    """Return a random batch.
 
     Args:
-        rows: see `ROWS`; row i lies in slot `len(rows) - i`, slot 0 stays free.
-        shape: of the heads.
-        dtype: of queries, keys and values.
-        device: of everything.
-        spare: places after the longest row, which hold NaN like everything not in use.
-        first_known: how many committed keys of each row are given by bits instead of the prefix.
+        rows: see `ROWS`; row i is stored in slot `len(rows) - i`, slot 0 stays free.
+        shape: numbers and sizes of heads.
+        dtype: dtype of queries, keys and values.
+        device: device of all tensors.
+        spare: number of cache indices after the longest row; all unused ones hold NaN.
+        first_known: number of committed keys per row that are given by bits, not by the prefix.
     """
     shape = shape or Shape()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""C++ kernels are built once; what a crash or another user left is never loaded."""
+"""C++ kernels are built once; files damaged by a crash or owned by another user are not loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kernels(tmp_path: Path) -> Path:
 
 
 def built(tmp_path: Path) -> list[str]:
-    """The libraries; beside each lies its digest, and nothing else."""
+    """Return the names of the libraries; check that the only other files are their digests."""
     files = {path.name for path in kernels(tmp_path).iterdir()}
     libraries = sorted(name for name in files if name.endswith(".so"))
     assert files == {*libraries, *(f"{name[:-3]}.sha256" for name in libraries)}
@@ -56,7 +56,7 @@ def test_it_is_built_once(source: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def in_a_new_process(source: Path) -> subprocess.CompletedProcess[str]:
-    """What loads a library that is damaged may die."""
+    """Load in a new process, since loading a damaged library can crash it."""
     code = (
         "import sys; from pathlib import Path; from hf_spec_kernels.build import load;"
         "print(load(Path(sys.argv[1])).answer())"
@@ -72,9 +72,9 @@ class TestDamage:
     def test_a_library_that_was_cut_off_is_built_again(
         self, source: Path, tmp_path: Path, size: int
     ) -> None:
-        # Larger than 15,000 bytes, with what is needed at its end.
+        # The library is larger than 15,000 bytes and needs the data at its end.
         source.write_text(f'{SOURCE % 42}extern "C" char filling[20000] = {{1}};\n')
-        # Not here: a process dies that has loaded a library which is then cut off.
+        # In a new process, since truncating a loaded library crashes the process.
         assert in_a_new_process(source).returncode == 0
         [name] = built(tmp_path)
         path = kernels(tmp_path) / name
@@ -89,7 +89,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("damage", [None, "", "0" * 64, "\udcff"])
     def test_a_digest_that_is_wrong(self, source: Path, tmp_path: Path, damage: str | None) -> None:
-        """A crash between the two files leaves the library of one build and another's digest."""
+        """A crash between the two files can leave a library with the digest of another build."""
         load(source)
         [name] = built(tmp_path)
         digest = (kernels(tmp_path) / name).with_suffix(".sha256")
@@ -173,7 +173,7 @@ class TestCompilerWithArguments:
     def test_they_are_handed_on(
         self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As `ccache g++` does: a program that runs what follows it."""
+        """CXX may start with a program that runs the compiler, as in `ccache g++`."""
         launcher = tmp_path / "launcher"
         launcher.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\nexec "$@"\n')
         launcher.chmod(0o755)
@@ -239,7 +239,7 @@ def test_a_machine_without_a_compiler(
     for _ in range(2):
         with pytest.raises(BuildError, match=message.replace("+", r"\+")):
             load(source)
-    # Once, and so that everybody sees it.
+    # Logged once, as a warning.
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert message in record.getMessage()

@@ -1,4 +1,4 @@
-"""Where libraries and models are kept, also for users without a home folder."""
+"""The cache folder of libraries and models, also for users without a home folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_variable_goes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert cache_folder("a") == tmp_path / ".cache" / "hf_spec" / "a"
     monkeypatch.setenv("HF_SPEC_CACHE", "~/mine")
     assert cache_folder() == tmp_path / "mine"
-    # Never replaced, so that an error names it.
+    # There is no fallback for the variable, so an error names its folder.
     monkeypatch.setenv("HF_SPEC_CACHE", "/proc/mine")
     assert cache_folder() == Path("/proc/mine")
 
@@ -44,7 +44,7 @@ def test_the_variable_goes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_a_home_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str
 ) -> None:
-    """As of the user "nobody", and of containers that run as a user of their own."""
+    """The user "nobody" has such a home, and so do containers with a user of their own."""
     monkeypatch.setenv("HOME", home)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path.replace("~", home))
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -81,7 +81,7 @@ def test_files_of_somebody_else_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that every user reaches, unlike those of pytest."""
+    """Return a folder that every user can access, unlike those of pytest."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         Path(name).chmod(0o1777)
         yield Path(name)
@@ -91,7 +91,7 @@ def open_folder() -> Iterator[Path]:
 @only_root
 @needs_compiler
 def test_generation_without_a_home_or_a_passwd_entry(open_folder: Path) -> None:
-    """The whole package, as a user that the system knows nothing of."""
+    """`generate()` works for a user without a home and without an entry in /etc/passwd."""
     code = (
         "import os; os.environ.pop('HOME', None); os.environ.pop('HF_SPEC_CACHE', None)\n"
         "import torch, hf_spec\n"

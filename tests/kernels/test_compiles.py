@@ -1,4 +1,4 @@
-"""The interpreter accepts what the compiler may not: kernels are compiled, without a GPU."""
+"""Kernels compile, which the interpreter does not check; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Bytes of shared memory that a program may have.
+# Maximum bytes of shared memory per thread block.
 SHARED_MEMORY = {
     "cuda:80": 163 * 1024,
     "cuda:89": 99 * 1024,
@@ -20,9 +20,9 @@ SHARED_MEMORY = {
     "cuda:100": 227 * 1024,
     "hip:gfx942": 64 * 1024,
 }
-# Bytes per thread: some registers more than there are, in shapes that no model of the table has.
+# Maximum spilled bytes per thread; only shapes that no model of the table has may spill.
 SPILLED = 128
-# Tokens of a prompt in the table of compiled kernels.
+# Prompt length in the table of compiled kernels.
 PROMPT = 1024
 KERNELS = {
     "ragged_tree_attention_kernel",
@@ -37,7 +37,7 @@ KERNELS = {
     "backward_kernel",
 }
 ROUND_KERNELS = KERNELS - {"forward_kernel", "backward_kernel"}
-# What moves keys and values does so as widely as a GPU can.
+# Kernels that move keys and values with the widest loads and stores of a GPU.
 WIDE = {"ragged_tree_attention_kernel", "kv_write_kernel", "kv_keep_kernel"}
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only")
@@ -55,7 +55,7 @@ def compiling_environment(folder: Path) -> dict[str, str]:
 
 
 def compiled(target: str, cases: str, folder: Path) -> list[SimpleNamespace]:
-    """Every kernel of the cases for a target, a `Compiled` each; none may be wrong anywhere."""
+    """Compile the cases for a target, check every limit, and return a `Compiled` per kernel."""
     environment = compiling_environment(folder)
     finished = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_offline", target, cases],
@@ -82,12 +82,12 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_products_of_float32_stay_what_they_are(tmp_path: Path) -> None:
-    """On these GPUs tiles of 64 rows go to units that know float32 by its first bits only."""
+    """On these GPUs, tiles of 64 rows run on tensor cores, which would reduce float32 to TF32."""
     assert compiled("cuda:100", "float32", tmp_path)
 
 
 def compile_table(folder: Path, *options: str) -> list[SimpleNamespace]:
-    """Rows of the table of compiled kernels, made anew with these options."""
+    """Generate the table of compiled kernels with these options, and return its rows."""
     out = folder / "table.json"
     subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""Tile sizes: a GPU that was tuned has its own, every other one the defaults, and is told once."""
+"""Tile sizes: tuned GPUs have their own; other GPUs use the defaults, which is logged once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What generated programs are made of: numbers, and products of small and of packed weights."""
+"""Building blocks of compiled layers: numbers, and matmuls with small and packed weights."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def addresses(*tensors: Tensor) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def call(inputs: list[Tensor], outputs: list[Tensor], tokens: int) -> tuple[int, object]:
-    """The address of a C++ call, and what must live as long."""
+    """Return the address of a C++ call, and the objects that must live as long."""
     arrays = addresses(*inputs), addresses(*outputs)
     structure = Call(*map(ctypes.addressof, arrays), None, None, tokens, 1)
     return ctypes.addressof(structure), (structure, arrays)
 
 
 def computed(code: str, numbers: Tensor) -> Tensor:
-    """An expression of every number."""
+    """Evaluate a C++ expression for every number."""
     kind = "float" if numbers.dtype == torch.float32 else "bfloat16"
     text = code.format(f"number(static_cast<const {kind}*>(inputs[0])[i])")
     run = build_layer("\n".join([HEAD, EACH.format(code=text, type=kind), "}"]))

@@ -1,4 +1,4 @@
-"""Which implementation serves, and an import that needs neither Triton nor a GPU."""
+"""Choice of the implementation, and an import that needs neither Triton nor a GPU."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_without_a_compiler_the_reference_serves(
 
 
 def test_new_memory_is_full_of_nan() -> None:
-    """What the other tests here rely on."""
+    """The other tests in this folder rely on it."""
     tensor = torch.zeros(2)
     for fresh in (torch.empty(3), tensor.new_empty(3), torch.empty_like(tensor)):
         assert fresh.isnan().all()

@@ -10,7 +10,7 @@ import torch
 from hf_spec_kernels import DistillWeights, distill_loss, launches
 from torch import Tensor
 
-# Of a loss of size ten and gradients of size one; halves lose in the gradient's own dtype.
+# For a loss of about 10 and gradients of about 1; 16-bit gradients are rounded to their dtype.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 WEIGHTS = {
     "soft": DistillWeights(),
@@ -29,7 +29,7 @@ def inputs(vocab: int = 37, rows: int = 5) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def textbook(z: Tensor, y: Tensor, labels: Tensor, weights: DistillWeights) -> Tensor:
-    """The sums over places, in float64, with log-probabilities of everything."""
+    """Return the loss summed over positions, in float64, from log-probabilities of all tokens."""
     z, y = z.double(), y.double()
     teacher = y.softmax(dim=-1)
     soft = -(teacher * (z / weights.temperature).log_softmax(dim=-1)).sum()
@@ -43,7 +43,7 @@ def textbook(z: Tensor, y: Tensor, labels: Tensor, weights: DistillWeights) -> T
 def loss_and_gradient(loss: Any, z: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     z = z.detach().requires_grad_()
     value = loss(z, *rest, **kwargs)
-    # Not 1, so that the incoming gradient is seen to count.
+    # A factor other than 1, to test that the incoming gradient is used.
     (gradient,) = torch.autograd.grad(0.5 * value, z)
     return value.detach(), gradient
 
@@ -80,7 +80,7 @@ def test_vocabularies_of_several_blocks(vocab: int, device: torch.device) -> Non
 
 
 def test_large_logits_in_any_block(device: torch.device) -> None:
-    """The running maximum rises late, early, and for each of the two at another place."""
+    """The running maximum rises late or early, at different tokens for student and teacher."""
     z, y, labels = (tensor.to(device) for tensor in inputs(9001, rows=4))
     z[0, 8999] = y[0, 10] = 300.0
     z[1, 10] = y[1, 8999] = 300.0
@@ -109,7 +109,7 @@ def test_masked_tokens(impl: str, device: torch.device) -> None:
 
 
 def textbook_masked(z: Tensor, y: Tensor, labels: Tensor, weights: DistillWeights) -> Tensor:
-    """The same with a finite stand-in for -inf, whose probability is 0 in float64 too."""
+    """Return `textbook` with a finite value for -inf, whose probability is also 0 in float64."""
     return textbook(z, y.clamp(min=-1e4), labels, weights)
 
 
@@ -120,7 +120,7 @@ def test_a_student_that_excludes_what_the_teacher_says(impl: str, device: torch.
     assert distill_loss(z, y, labels, impl=impl) == math.inf
 
 
-# NumPy, in the interpreter, warns of what the NaN is made from.
+# In the interpreter, NumPy warns about the operations that give NaN.
 @pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_what_is_no_distribution_is_nan(impl: str, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from hf_spec_kernels import draft_features, launches
 from torch import Tensor
 
-# Sums over the vocabulary in float32; halves are read exactly and summed in float32 too.
+# Rounding of sums over the vocabulary, which are in float32 for 16-bit inputs, too.
 TOLERANCE = 5e-6
 
 
@@ -50,7 +50,7 @@ def test_distributions_at_the_ends(kind: str, device: torch.device) -> None:
     found = draft_features(probs, impl="triton")
     expected = draft_features(probs, impl="torch")
     assert torch.equal(found[:, :10], expected[:, :10])
-    # Adding 9000 equal terms in another order.
+    # 9000 equal terms are summed in a different order.
     torch.testing.assert_close(found[:, 10], expected[:, 10], atol=1e-4, rtol=0)
 
 

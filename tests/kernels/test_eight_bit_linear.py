@@ -1,4 +1,4 @@
-"""Linear layers with 8-bit weights: sums up to rounding, and exact integers."""
+"""Linear layers with 8-bit weights: weight-only sums up to rounding, and exact integers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.compiler import built_for, needs_compiler
 
 pytestmark = needs_compiler
 
-# Below, at and above groups of rows, of every processor.
+# Below, at and above the row group sizes of every processor.
 ROWS = (*range(18), 24, 25, 64)
 # Outputs and inputs; an even and an odd number of outputs.
 SHAPES = [(1, 64), (33, 192), (64, 128)]
 DTYPES = [torch.float32, torch.bfloat16]
-# Sums in float32, and a rounding of a sum and of its product, relative to the largest result.
+# Rounding of float32 sums, or of a sum and its scaled value, relative to the largest result.
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 TERM_ROUNDING = {torch.float32: 4e-7, torch.bfloat16: 5e-3}
 THRESHOLD = 2.5
 
 
 def weight(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Codes, among them the least and the largest, and scales."""
+    """Return codes, including the smallest and the largest, and scales."""
     generator = torch.Generator().manual_seed(sum(shape))
     codes = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
     codes[0, :2] = torch.tensor([-128, 127])
@@ -39,7 +39,7 @@ def states(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference, in units of the largest result."""
+    """Return the largest difference, relative to the largest result."""
     if not wanted.numel():
         return 0.0
     return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
@@ -57,7 +57,7 @@ def test_weight_only_results_are_exact_up_to_rounding(dtype: torch.dtype, thread
                 inputs = states(rows, shape[1], dtype)
                 weights = codes.double() * scales.double()[:, None]
                 exact = inputs.double() @ weights.T
-                # Terms may cancel, so rounding is in units of their sizes.
+                # Terms may cancel, so limits are relative to the sum of their absolute values.
                 limits = TERM_ROUNDING[dtype] * (inputs.double().abs() @ weights.abs().T)
                 for impl in ("auto", "torch"):
                     found = weight_only_linear(inputs, codes, scales, impl)
@@ -84,12 +84,12 @@ def test_dynamic_results_have_the_bits_of_the_reference(dtype: torch.dtype, has_
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_states_are_rounded_to_float16_first(dtype: torch.dtype) -> None:
-    """Subnormal ones, ties, and the largest, too."""
+    """Covers subnormal numbers, ties, and the largest numbers."""
     codes, scales = weight((33, 192))
     for size in (1e-9, 3e-8, 1e-7, 2e-6, 6e-5, 1e-3, 1.0, 1e4):
         inputs = states(4, 192, dtype) * size
         inputs[1] = torch.arange(192) * 2.0**-25
-        # In bfloat16 the largest number below infinity is 65280.
+        # The largest bfloat16 number that is finite in float16 is 65280.
         largest = 65519.0 if dtype == torch.float32 else 65280.0
         inputs[2, :4] = torch.tensor([largest, -largest, 2.0**-14, 2049.0])
         inputs[3] = 1 + torch.arange(192) * 2.0**-11
@@ -148,7 +148,7 @@ def test_broken_weights_are_caught(dtype: torch.dtype) -> None:
         assert off(linear(inputs, codes.roll(1, 1), scales), whole) > 10 * ROUNDING[dtype]
 
 
-# Processors by their names in GCC, and what they need of this one.
+# GCC name of a processor -> flag that this processor must have.
 PROCESSORS = {
     "x86-64": "sse2",
     "haswell": "avx2",

@@ -1,4 +1,4 @@
-"""Filters without a sort: the reference against transformers, the kernel against it."""
+"""Filters without a sort: the reference against transformers, the kernel against the reference."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random_scores(rows: int, vocab: int) -> Tensor:
 
 
 def warpers(chosen: Filter) -> LogitsProcessorList:
-    """The processors of transformers that a filter stands for."""
+    """Return the equivalent logits processors of transformers."""
     found = LogitsProcessorList([TemperatureLogitsWarper(chosen.temperature)])
     if chosen.top_k:
         found.append(TopKLogitsWarper(chosen.top_k))
@@ -70,7 +70,7 @@ def test_the_reference(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 17, 1000, 4099])
 def test_the_kernel(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-    """A row of each; in bfloat16 many scores are equal, also to the last of top-k."""
+    """Each row has another filter. In bfloat16, many scores tie, also with the last of top-k."""
     scores = random_scores(len(FILTERS), vocab).to(device, dtype)
     filters = torch.tensor([*FILTERS.values()], device=device)
     before, given = launches["filter_scores"], scores.clone()
@@ -87,7 +87,7 @@ def test_the_kernel(vocab: int, dtype: torch.dtype, device: torch.device) -> Non
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_all_that_equal_the_last_of_top_k_stay(impl: str, device: torch.device) -> None:
-    """As transformers has it; also both signs of zero."""
+    """Same as transformers, also for both signs of zero."""
     scores = torch.tensor(
         [[3.0, 1.0, 2.0, 1.0, 1.0, 0.0], [0.0, -0.0, 5.0, 0.0, -1.0, -2.0]], device=device
     )
@@ -99,7 +99,7 @@ def test_all_that_equal_the_last_of_top_k_stay(impl: str, device: torch.device) 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.35, 0.6, 0.85])
 def test_equal_scores(top_p: float, device: torch.device) -> None:
-    """As bfloat16 logits have them; also of both signs of zero, and across blocks."""
+    """Scores tie as in bfloat16 logits, also with both signs of zero and across blocks."""
     torch.manual_seed(0)
     few = torch.randint(-2, 3, (4, 5000)).float() * 2.0
     few[1, few[1] == 0] *= -1
@@ -128,7 +128,7 @@ def test_few_equal_scores_exactly(device: torch.device) -> None:
             assert torch.equal(found, warpers(chosen)(IDS, scores)), (top_k, top_p)
 
 
-# NumPy, in the interpreter, warns of differences of infinities that are not used.
+# In the interpreter, NumPy warns about differences of infinities that are not used.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("name", ["top-k", "top-p", "min-p", "all"])
 def test_undefined_rows(name: str, device: torch.device) -> None:
@@ -166,7 +166,7 @@ def test_what_the_kernel_cannot_read_is_refused(
         filter_scores(**{name: value.to(device) for name, value in given.items()}, impl="triton")
 
 
-# The processors in the order of the call, and the launches of the kernel.
+# Processors in the order of the call, and the number of launches of the kernel.
 ORDERS: dict[str, tuple[Sequence[Any], int]] = {
     "as generate() has them": (warpers(FILTERS["all"]), 1),
     "another order": ([TopPLogitsWarper(0.9), TopKLogitsWarper(5)], 2),
@@ -189,7 +189,7 @@ def test_processors_of_nodes_use_it(name: str, device: torch.device) -> None:
 
 
 def one_too_few(scores: Tensor) -> Tensor:
-    """A wrong filter, without the least probable of its tokens."""
+    """Return scores of a wrong filter, which also removes its least probable token."""
     found = filtered(scores, TESTED, "triton")
     least = found.masked_fill(found.isinf(), torch.inf).argmin(dim=-1, keepdim=True)
     return found.scatter(1, least, -torch.inf)

@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights: those of the reference, with the same bits in every batch."""
+"""Linear layers with 4-bit weights: results of the reference, with the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.compiler import built_for, needs_compiler
 
 pytestmark = needs_compiler
 
-# Below, at and above groups of rows.
+# Below, at and above the row group sizes.
 ROWS = (*range(18), 24, 25, 64)
-# Outputs, inputs, inputs of a scale.
+# Outputs, inputs, inputs per scale.
 SHAPES = [(32, 2, 2), (32, 64, 64), (96, 192, 64), (64, 96, 32), (160, 512, 256)]
 
 
@@ -36,12 +36,12 @@ def states(rows: int, inputs: int) -> Tensor:
 
 
 def off(found: Tensor, inputs: Tensor, parts: tuple[Tensor, Tensor, Tensor]) -> float:
-    """Distance from sums in float64 that are rounded once, in units of the largest sum."""
+    """Return the distance from float64 sums that are rounded once, relative to the largest sum."""
     exact = inputs.double() @ dequantized(*parts).double().T
     return float((found - exact.bfloat16()).abs().max() / exact.abs().max()) if len(inputs) else 0.0
 
 
-# A value that is rounded to the other side differs by one of 256 parts.
+# A value rounded in the other direction differs by 1/256.
 ROUNDING = 2**-8
 
 
@@ -77,7 +77,7 @@ def test_codes_of_the_other_half_are_caught() -> None:
 
 
 def test_the_reference_reads_the_documented_layout() -> None:
-    """Weight (n, k) by its place: 32 bytes for every pair of inputs of 32 outputs."""
+    """The layout of weights (n, k) has 32 bytes for every pair of inputs of 32 outputs."""
     codes, scales, table = weight(64, 6, 2)
     whole = dequantized(codes, scales, table)
     for n in (0, 15, 16, 31, 32, 63):

@@ -21,9 +21,9 @@ from tests.compiler import built_for, needs_compiler
 
 pytestmark = needs_compiler
 
-# Below, at and above groups of rows, of every processor.
+# Below, at and above the row group sizes of every processor.
 ROWS = (*range(18), 24, 25, 64)
-# Outputs, inputs, inputs of a scale; an even and an odd number of outputs.
+# Outputs, inputs, inputs per scale; an even and an odd number of outputs.
 SHAPES = [(1, 32, 32), (2, 64, 64), (33, 192, 64), (64, 96, 32), (17, 512, 256)]
 DTYPES = [torch.float32, torch.bfloat16]
 # Sums in float32 of up to 512 products, relative to the largest sum.
@@ -53,7 +53,7 @@ def states(rows: int, inputs: int) -> Tensor:
 
 
 def off(found: Tensor, inputs: Tensor, read: RowMajorWeight) -> float:
-    """Distance from sums in float64, in units of the largest sum."""
+    """Return the distance from float64 sums, relative to the largest sum."""
     exact = inputs.double() @ read.dequantized().double().T
     return float((found - exact).abs().max() / exact.abs().max()) if len(inputs) else 0.0
 
@@ -80,7 +80,7 @@ def test_results_are_exact_up_to_rounding(dtype: torch.dtype, nested: bool, thre
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dequantized_weights_are_those_of_the_reference(dtype: torch.dtype, nested: bool) -> None:
-    """One input at a time, whose products with one are exact."""
+    """The inputs are an identity matrix, whose products are exact."""
     for shape in (*SHAPES, (40, 512, 32)):
         read = weight(shape, dtype, nested)
         columns = row_major_four_bit_linear(torch.eye(shape[1]), read)
@@ -136,7 +136,7 @@ def test_any_strides_and_dimensions() -> None:
         assert torch.equal(row_major_four_bit_linear(inputs, read), expected)
 
 
-# Processors by their names in GCC, and what they need of this one.
+# GCC name of a processor -> flag that this processor must have.
 PROCESSORS = {"x86-64": "sse2", "haswell": "avx2", "skylake-avx512": "avx512f"}
 
 

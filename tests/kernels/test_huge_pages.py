@@ -17,7 +17,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux has these page
 
 
 def in_huge_pages(tensor: Tensor) -> int:
-    """Bytes of the tensor's mapping that are in huge pages."""
+    """Return the number of bytes of the tensor's mapping that are in huge pages."""
     inside, kilobytes = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -29,7 +29,7 @@ def in_huge_pages(tensor: Tensor) -> int:
 
 
 def skip_without_huge_pages() -> None:
-    """Skip on systems in which they are switched off."""
+    """Skip the test if huge pages are unavailable or disabled."""
     path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not path.exists() or "[never]" in path.read_text():
         pytest.skip("the system has no huge pages")
@@ -113,7 +113,7 @@ def test_moved_pages_are_huge() -> None:
 
 def test_runs_of_pages() -> None:
     page = HUGE_PAGE
-    # Two weights in neighboring pages, one inside of a page, one that ends at a page.
+    # Two weights in neighboring pages, one inside a page, one that ends at a page boundary.
     ranges = [(5 * page, page), (page // 2, page), (2 * page + 9, 10), (8 * page + 1, 2 * page - 1)]
     assert page_runs(ranges) == [(0, 3 * page), (5 * page, 6 * page), (8 * page, 10 * page)]
     assert page_runs([(0, 4 * page), (page, 10)]) == [(0, 4 * page)]

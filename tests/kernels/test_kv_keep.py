@@ -1,4 +1,4 @@
-"""Moving rows together: overlapping moves, every layer, nothing else touched."""
+"""Compacting rows of the KV cache: overlapping moves, every layer, nothing else changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hf_spec_kernels import Moves, kv_keep, launches
 from torch import Tensor
 
-# Slot, first target, sources.
+# Slot, first target index, source indices.
 Move = tuple[int, int, list[int]]
 MOVES: dict[str, list[Move]] = {
     "gaps": [(0, 3, [4, 6, 9])],
@@ -43,7 +43,7 @@ def moves_of(moves: Sequence[Move], device: torch.device | str = "cpu") -> Moves
 def pool(
     dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", layers: int = 3
 ) -> list[Tensor]:
-    """Keys and values of layers, the last with other heads; every element of a buffer differs."""
+    """Return keys and values, the last layer with other heads; elements of a buffer differ."""
     buffers = []
     for layer in range(layers):
         heads, head = (1, 24) if layer == layers - 1 else (2, 8)
@@ -54,7 +54,7 @@ def pool(
 
 
 def moved(buffers: Sequence[Tensor], moves: Sequence[Move]) -> list[Tensor]:
-    """What they should hold, read from copies."""
+    """Return the expected contents, computed from copies."""
     after = [buffer.clone() for buffer in buffers]
     for new, old in zip(after, buffers, strict=True):
         for slot, target, sources in moves:
@@ -83,7 +83,7 @@ def test_the_kernel(name: str, device: torch.device, dtype: torch.dtype) -> None
 
 
 def test_a_move_longer_than_a_tile_is_wide(device: torch.device) -> None:
-    """Many places leave few elements of a head to a program, so that it can hold them all."""
+    """With many indices, a Triton program takes fewer elements of a head, so that all fit."""
     torch.manual_seed(0)
     buffers = [torch.randn(1, 1, 400, 40, device=device)]
     moves = [(0, 10, torch.randperm(300).tolist())]
@@ -93,7 +93,7 @@ def test_a_move_longer_than_a_tile_is_wide(device: torch.device) -> None:
 
 
 def test_a_pool_that_grew_is_moved_where_it_is_now(device: torch.device) -> None:
-    """Addresses are kept on the device, but never for buffers that are gone."""
+    """Addresses are cached on the device, but never for buffers that were freed."""
     moves = MOVES["gaps"]
     for _ in range(3):
         buffers = [buffer.clone() for buffer in pool(device=device)]

@@ -1,4 +1,4 @@
-"""Writing keys and values: every token in its place, nothing else touched."""
+"""Writing keys and values: every token at its index, nothing else changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.compiler import needs_compiler
 from tests.kernels.moved import moved
 
-# Slot and place of seven tokens; -1 leaves one out. Order and gaps are free.
+# Slot and cache index of seven tokens, in any order and with gaps; slot -1 skips a token.
 PLACES = [[0, 0, 2, -1, 1, 2, 0], [3, 4, 9, 1, 15, 0, 12]]
 
 
@@ -28,7 +28,7 @@ def states(heads: int = 2, head: int = 8, value_head: int = 6) -> dict[str, Tens
 
 
 def written(arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """What the buffers should hold, by a loop."""
+    """Return the expected contents of the buffers, computed by a loop."""
     keys, values = arguments["keys"].clone(), arguments["values"].clone()
     for token, (slot, place) in enumerate(zip(*arguments["place"].tolist(), strict=True)):
         if slot >= 0:
@@ -82,7 +82,7 @@ def test_strides_are_free(device: torch.device) -> None:
 
 
 def strides_are_free(device: torch.device, impl: str) -> None:
-    """Heads before tokens, as attention layers have them, into a part of a larger pool."""
+    """Check states with heads before tokens, as in attention layers, and strided buffers."""
     arguments = {name: tensor.to(device) for name, tensor in states().items()}
     for name in ("key", "value"):
         arguments[name] = arguments[name].transpose(0, 1).contiguous().transpose(0, 1)

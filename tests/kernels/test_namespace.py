@@ -12,8 +12,8 @@ from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VER
 
 ROOT = Path(__file__).parents[2]
 
-# Enough of the package for transformers' integration: decorators that change nothing, and a record
-# for each of the names that it imports beside them.
+# Minimal package for transformers' integration: decorators that change nothing, and a dummy class
+# for every other name that it imports.
 FAKE_PACKAGE = """
 class Record:
     def __init__(self, *args, **kwargs):
@@ -95,8 +95,8 @@ def test_transformers_generates_beside_our_folder() -> None:
     run_in_project_root()
 
 
-# Whether transformers accepts the package or not must leave it working, and our folder, which comes
-# first on the path, must not hide the package.
+# transformers must work whether or not it accepts the version. Our folder, which comes first on the
+# path, must not hide the package.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("version", "accepted"), [(KERNELS_MIN_VERSION, True), (KERNELS_MAX_VERSION, False)]

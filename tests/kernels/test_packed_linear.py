@@ -1,4 +1,4 @@
-"""Products with packed weights: those of `F.linear`, and the same in every batch."""
+"""Linear layers with packed weights: results of `F.linear`, with the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.compiler import built_for, needs_compiler
 pytestmark = needs_compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Below, at and above whole blocks and groups of rows, of every processor.
+# Below, at and above the sizes of blocks and row groups of every processor.
 OUTPUTS = (1, 7, 32, 33, 100)
 ROWS = (0, 1, 2, 6, 7, 13, 14, 15, 29, 64)
-# Of long prompts, too.
+# Also the numbers of rows of long prompts.
 MANY_ROWS = (*ROWS, 16, 17, 33, 100, 257)
 
 
@@ -51,7 +51,7 @@ def test_results_are_those_of_linear(
     for rows in ROWS:
         states = numbers(rows, num_inputs, dtype=dtype, seed=rows + 1)
         for added in (None, bias):
-            # In float64, rounded once: what sums in float32 come to, up to their last bits.
+            # float64 sums rounded once; sums in float32 equal them up to their last bits.
             wide = None if added is None else added.double()
             expected = F.linear(states.double(), weight.double(), wide).to(dtype)
             found = packed_linear(states, packed, added)
@@ -69,7 +69,7 @@ def test_a_row_has_one_result_in_every_batch(dtype: torch.dtype, threads: int) -
 
 
 def test_a_weight_of_many_blocks_is_read_in_parts(threads: int) -> None:
-    """So much of it as stays near while all rows are multiplied."""
+    """Each part stays in the CPU cache while all rows are multiplied."""
     weight, states = numbers(1100, 700).bfloat16(), numbers(70, 700).bfloat16()
     packed = pack_weight(weight)
     found = packed_linear(states, packed)
@@ -95,7 +95,7 @@ def test_states_in_float32_meet_weights_in_bfloat16(rows: int) -> None:
     assert torch.equal(packed.unpacked(), weight)
     found, expected = packed_linear(states, packed, bias), F.linear(states, weight.float(), bias)
     assert found.dtype == torch.float32
-    # Sums of 31 products of size one, of states that may be rounded.
+    # Sums of 31 products of about 1; the states may be rounded.
     torch.testing.assert_close(found, expected, rtol=0.01, atol=0.05)
     reference = packed_linear(states, packed, bias, impl="torch")
     torch.testing.assert_close(reference, expected, rtol=1e-5, atol=1e-5)
@@ -141,11 +141,11 @@ def test_what_is_no_number_stays_none_and_in_its_row(dtype: torch.dtype) -> None
 
 
 def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_even() -> None:
-    """Every value between two neighbours, below, at and above the middle."""
+    """Covers values between two neighbors: below, at and above the midpoint."""
     low = torch.arange(0x3F80, 0x3F90, dtype=torch.int32) << 16
     wide = (low[:, None] + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])).view(-1)
     value = wide.to(torch.int32).view(torch.float32)
-    # A sum of two halves that bfloat16 holds: the upper bits and the rest.
+    # Two exact bfloat16 summands: the upper bits and the rest.
     upper = value.bfloat16().float()
     parts = [upper.bfloat16(), (value - upper).bfloat16()]
     exact = parts[0].float() + parts[1].float()
@@ -184,7 +184,7 @@ def test_other_weights_and_implementations_are_refused() -> None:
         )
 
 
-# Of processors by their names in GCC: what they need of this one, and a block's outputs.
+# GCC name of a processor -> flag that this processor must have, and outputs per block.
 PROCESSORS = {"x86-64": ("sse2", 8), "haswell": ("avx2", 16), "cooperlake": ("avx512_bf16", 32)}
 
 
@@ -195,7 +195,7 @@ PROCESSORS = {"x86-64": ("sse2", 8), "haswell": ("avx2", 16), "cooperlake": ("av
 @pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_other_processors_compute_the_same(processor: str, dtype: torch.dtype) -> None:
-    """With narrower registers, without tiles, and without instructions for bfloat16."""
+    """Covers narrower registers, and processors without tiles or bfloat16 instructions."""
     needed, size = PROCESSORS[processor]
     if needed not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"this processor has no {needed}")

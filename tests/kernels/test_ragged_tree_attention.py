@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.kernels.moved import moved
 from tests.kernels.ragged_cases import ROWS, Case, Shape, make_case
 
-# Results are averages of numbers of size one: rounding of sums in float32, of results in the rest.
+# Results are averages of numbers of about 1: rounding of sums in float32, of results otherwise.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # Small enough that every row has several tiles of keys, and the longest one several of queries.
 TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1, "min_split": 16}
@@ -54,7 +54,7 @@ def scoring(name: str, device: torch.device | str = "cpu") -> Scoring:
 
 
 def along_paths(case: Case, how: Scoring) -> Tensor:
-    """(T, H, Dv) float64: the textbook sum per query and head over the places that it sees."""
+    """Return (T, H, Dv) float64: textbook attention of every query and head to its visible keys."""
     groups = case.query.shape[1] // case.keys.shape[1]
     out = torch.zeros(*case.query.shape[:2], case.values.shape[-1], dtype=torch.float64)
     scale = how.scale or case.query.shape[-1] ** -0.5
@@ -67,7 +67,7 @@ def along_paths(case: Case, how: Scoring) -> Tensor:
                 scores = scores @ case.query[token, head].double() * scale
                 if how.softcap:
                     scores = how.softcap * torch.tanh(scores / how.softcap)
-                # Places along a path are consecutive positions.
+                # Keys along a path have consecutive positions.
                 distance = torch.arange(len(places) - 1, -1, -1)
                 if how.slopes is not None:
                     scores -= how.slopes[head] * distance
@@ -111,7 +111,7 @@ def test_the_kernel_agrees(name: str, device: torch.device, dtype: torch.dtype) 
 
 @pytest.mark.parametrize(("kv_heads", "groups"), [(4, 1), (1, 4), (1, 3)])
 def test_queries_share_key_heads(kv_heads: int, groups: int, device: torch.device) -> None:
-    """One each, one for all, and a number that fills no tile."""
+    """One key head per query head, one for all, and a group size that does not fill a tile."""
     compare(make_case(shape=Shape(kv_heads, groups), device=device), Scoring())
 
 
@@ -129,10 +129,10 @@ def test_values_may_be_narrower_than_keys(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("num_keys", "programs", "expected"),
     [
-        # Eight heads of keys: 16 stretches of 32 keys for a tile, 8 of 64 for two.
+        # Eight key heads: 16 stretches of 32 keys for one tile, 8 stretches of 64 keys for two.
         (512, 8, 16),
         (512, 16, 8),
-        # Two programs per multiprocessor, not more.
+        # At most two programs per multiprocessor.
         (8192, 8, 33),
         (8192, 16, 16),
         (8192, 264, 1),
@@ -164,7 +164,7 @@ def test_tiles_are_chosen_by_rows(nodes: int, groups: int, kind: str) -> None:
 def test_only_a_window_is_shared_out(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row of 37 tokens and a window of 4: the stretches are those of a short context."""
+    """With 37 tokens and a window of 4, keys are divided as in a short context."""
     from hf_spec_kernels.ragged_tree_attention import kernel
 
     asked: list[int] = []
@@ -185,7 +185,7 @@ def test_only_a_window_is_shared_out(
 def test_stretches_of_keys_add_up(
     num_splits: int, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Short rows leave most of their stretches empty, and windows all but the last."""
+    """Short rows leave most stretches empty, and windows leave all but the last empty."""
     case = make_case(ROWS[1:], Shape(1, 3), dtype, device)
     how = scoring("everything", device)
     how = dataclasses.replace(how, slopes=how.slopes[:3], sinks=how.sinks[:3])
@@ -201,7 +201,7 @@ def test_a_prefix_may_be_told_by_bits(device: torch.device) -> None:
 
 
 def test_many_queries_take_several_tiles(device: torch.device) -> None:
-    """A prompt: causal, all of it given by bits."""
+    """The prompt is causal, and all of its visible keys are given by bits."""
     prompt = (0, [-1, *range(20)])
     compare(make_case([prompt, ROWS[0]], device=device, first_known=99), Scoring())
 
@@ -242,7 +242,7 @@ def test_a_query_that_sees_nothing_gets_zeros(device: torch.device) -> None:
 def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
     broken: float, name: str, num_splits: int, device: torch.device
 ) -> None:
-    """In row 1 place 41 is node 4, a leaf; windows begin after the other, in the same tile."""
+    """In row 1, index 41 is node 4, a leaf. Windows exclude the other index, in the same tile."""
     from hf_spec_kernels.ragged_tree_attention import kernel
 
     case, how = make_case(device=device), scoring(name, device)
@@ -267,7 +267,7 @@ def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
 def test_bits_begin_anywhere_in_a_block(
     committed: int, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """A tree of 21 nodes, whose bits fill two blocks of keys at every offset."""
+    """The bits of a tree of 21 nodes fill two blocks of keys at every offset."""
     parents = [-1, *((node - 1) // 2 for node in range(1, 21))]
     case = make_case([(committed, parents)], dtype=dtype, device=device)
     compare(case, Scoring())
@@ -275,7 +275,7 @@ def test_bits_begin_anywhere_in_a_block(
 
 
 def test_one_bit_more_changes_one_query(device: torch.device, dtype: torch.dtype) -> None:
-    """The bits are what is read: node 2 of row 1 is shown its sibling 1."""
+    """One more bit lets node 2 of row 1 attend to its sibling, node 1."""
     case = make_case(dtype=dtype, device=device)
     before = ragged_tree_attention(*case.tensors, impl="triton")
     case.layout.bits[3 + 2, 0] |= 2

@@ -1,4 +1,4 @@
-"""The C++ form of ragged tree attention against the reference."""
+"""The C++ kernel of ragged tree attention, compared with the reference."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.kernels.test_ragged_tree_attention import OPTIONS, TOLERANCE, scoring
 pytestmark = needs_compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Blocks are of 64 keys. Rows of several, of many queries, of one that sees its first keys by bits,
-# and an empty one.
+# Blocks have 64 keys. Rows with several and with many queries, a row whose first keys are given by
+# bits, and an empty row.
 CHAIN = [-1, *range(39)]
 LONG: list[tuple[int, list[int]]] = [
     (150, [-1, 0, 0, 1]),
@@ -79,7 +79,7 @@ def test_a_prefix_may_be_told_by_bits(first_known: int) -> None:
 @pytest.mark.parametrize("name", ["plain", "everything"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_one_result_in_every_batch(name: str, dtype: torch.dtype) -> None:
-    """On any number of threads, too."""
+    """The result does not depend on the number of threads either."""
     case, how = make_case(LONG, dtype=dtype), scoring(name)
     threads = torch.get_num_threads()
     found = []
@@ -111,7 +111,7 @@ def test_a_row_has_one_result_in_every_batch(name: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_query_has_one_result_in_every_tree(name: str, groups: int, dtype: torch.dtype) -> None:
-    """Alone with the keys that it sees, without those of siblings in between."""
+    """Each query also runs alone with its visible keys, without those of siblings between them."""
     case, how = make_case(LONG, Shape(2, groups), dtype), scoring(name)
     if how.slopes is not None:
         how = dataclasses.replace(how, slopes=torch.linspace(0.1, 0.5, 2 * groups))
@@ -173,7 +173,7 @@ def test_a_query_that_sees_nothing_gets_zeros() -> None:
 def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
     name: str, broken: float, rows: Any
 ) -> None:
-    """In row 1 place 41 is node 4, a leaf; windows begin after the other."""
+    """In row 1, index 41 is node 4, a leaf. Windows exclude the other index."""
     case, how = make_case(rows), scoring(name)
     whole = ragged_tree_attention(*case.tensors, how, impl="cpp")
     for place in {41} if how.window is None else {37 - how.window, 41}:
@@ -190,7 +190,7 @@ def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
 @pytest.mark.parametrize("processor", ["x86-64", "haswell"])
 def test_other_processors_compute_the_same(processor: str) -> None:
-    """With narrower registers, and without instructions that multiply and add at once."""
+    """Covers narrower registers, and processors without fused multiply-add."""
     with built_for(processor, cpu._function):
         for name in ("plain", "everything"):
             for dtype in DTYPES:

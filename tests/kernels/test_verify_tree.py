@@ -1,4 +1,4 @@
-"""The verdict on the device: the reference against a walk by hand, the kernel against both."""
+"""Verification on the device: the reference against results by hand, the kernel against both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tree(device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
 
 
 def wishes(tokens: list[int], vocab: int = VOCAB) -> Tensor:
-    """(N, vocab) random logits whose argmax at every node is the given token."""
+    """Return (N, vocab) random logits whose argmax at every node is the given token."""
     torch.manual_seed(0)
     logits = torch.randn(len(tokens), vocab)
     logits[range(len(tokens)), tokens] = 9.0
@@ -42,7 +42,7 @@ def as_lists(found: TreeVerdict) -> list[tuple[list[int], int]]:
     return list(zip(paths, found.bonus.tolist(), strict=True))
 
 
-# What each node wants, and what that makes of the four rows.
+# Argmax at every node, and the expected accepted nodes and bonus token of the four rows.
 CASES: dict[str, tuple[list[int], list[tuple[list[int], int]]]] = {
     "all accepted": (
         [10, 11, 0, 12, 5, 7, 31, 32, 0, 8],
@@ -83,7 +83,7 @@ def test_vocabularies_of_several_chunks(vocab: int, device: torch.device) -> Non
 
 
 def odd_logits(kind: str, vocab: int = 9000) -> Tensor:
-    """Ties and special values, within a chunk of the vocabulary and across chunks."""
+    """Return logits with ties or special values, within and across chunks of the vocabulary."""
     torch.manual_seed(1)
     logits = torch.randn(10, vocab).clamp(max=3)
     if kind == "ties":
@@ -105,7 +105,7 @@ ODD = {"ties": 200, "masked": None, "all masked": 0, "infinite": 4100, "nan": 42
 
 @pytest.mark.parametrize("kind", ODD)
 def test_the_first_of_equals_is_taken(kind: str, device: torch.device) -> None:
-    """As `torch.argmax` has it; a NaN is larger than everything."""
+    """Same as `torch.argmax`, where NaN is larger than everything."""
     logits = odd_logits(kind).to(device)
     bonus = verdict(logits, "triton").bonus
     assert bonus[0] == logits[0].argmax()
@@ -115,14 +115,14 @@ def test_the_first_of_equals_is_taken(kind: str, device: torch.device) -> None:
 
 
 def chain_of(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """`count` roots alone, so that every one of them shows its draw."""
+    """Return `count` rows with a root alone, whose draws are the bonus tokens."""
     tokens = torch.zeros(count, dtype=torch.long, device=device)
     return tokens, tokens - 1, torch.arange(count + 1, device=device)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_draws_have_the_targets_distribution(impl: str, device: torch.device) -> None:
-    """Evenly spaced uniforms give every token as often as its probability says, up to one."""
+    """With evenly spaced uniforms, the counts of tokens match their probabilities up to one."""
     count = 100
     torch.manual_seed(0)
     logits = torch.randn(11, device=device) * 2
@@ -148,12 +148,12 @@ def test_draws_from_several_chunks(impl: str, device: torch.device) -> None:
     assert drawn.tolist() == [100, 4500, 4500, 4600, 8990]
 
 
-# NumPy, in the interpreter, also warns of differences of infinities that are not used.
+# In the interpreter, NumPy also warns about differences of infinities that are not used.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("kind", ["masked", "all masked", "infinite", "nan"])
 def test_draws_from_odd_logits(kind: str, device: torch.device) -> None:
     logits = odd_logits(kind).to(device)
-    # The ends of [0, 1) as well: nothing without probability is ever drawn.
+    # Include the ends of [0, 1): tokens with probability 0 are never drawn.
     uniforms = torch.tensor([0.0, 0.3, 0.5, 0.7, 0.9, 1 - 2**-24] * 2, device=device)[:10]
     drawn = verify_tree(logits, *chain_of(10, logits.device), 1, uniforms, impl="triton").bonus
     expected = verify_tree(logits, *chain_of(10, logits.device), 1, uniforms, impl="torch").bonus
@@ -163,7 +163,7 @@ def test_draws_from_odd_logits(kind: str, device: torch.device) -> None:
         return
     chosen = logits[range(10), drawn]
     assert (chosen > -math.inf).all()
-    # Rounding may move a draw by a neighbour that is possible.
+    # Rounding may move a draw to a neighboring possible token.
     possible = (logits[0] > -math.inf).cumsum(dim=0)
     assert (possible[drawn] - possible[expected]).abs().max() <= 1
 
@@ -178,11 +178,11 @@ def test_a_draw_walks_too(device: torch.device) -> None:
 def sampled_tree(
     rows: int, vocab: int, children: int, device: torch.device
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """Target logits, trees of a root with siblings and a grandchild, their q, and uniforms."""
+    """Return target logits, trees (root, siblings, grandchild), draft probabilities, uniforms."""
     nodes = children + 2
     logits = torch.randn(rows * nodes, vocab) * 2
     draft = (logits + torch.randn(rows * nodes, vocab)).softmax(dim=-1)
-    # Tokens that neither or only one of the two allows.
+    # Exclude tokens from one or both distributions.
     logits[:, 1::7], draft[:, 2::5] = -math.inf, 0.0
     draft /= draft.sum(dim=-1, keepdim=True)
     drawn = draft[::nodes].multinomial(children)
@@ -207,7 +207,7 @@ def test_residual_rejection(vocab: int, dtype: torch.dtype, device: torch.device
     verdicts = [
         verify_tree(logits, *tree, 6, uniforms, draft, impl=impl) for impl in ("triton", "torch")
     ]
-    # Sums of float32 differ from those of float64, which moves a draw to the next token.
+    # float32 and float64 sums differ by rounding, which may move a draw to the next token.
     same = (verdicts[0].packed == verdicts[1].packed).all(dim=1)
     assert same.float().mean() >= 0.9
     assert torch.equal(verdicts[0].num_accepted, verdicts[1].num_accepted)
@@ -219,9 +219,10 @@ def test_residual_rejection(vocab: int, dtype: torch.dtype, device: torch.device
 def test_the_third_sibling(
     uniform: float, accepted: list[int], impl: str, device: torch.device
 ) -> None:
-    """By hand: p = (0, 0, 4/21, 17/21) and q = (0, 0, 2/3, 1/3) after two rejections.
+    """Check by hand: p = (0, 0, 4/21, 17/21) and q = (0, 0, 2/3, 1/3) after two rejections.
 
-    The third is accepted below 2/7; if q kept the tokens rejected before, below 2/3.
+    The third sibling is accepted for uniforms below 2/7. If q still had the rejected tokens, the
+    limit would be 2/3.
     """
     logits = torch.tensor([0.0, 0.0, 0.5, 0.5], device=device).log().expand(4, -1).contiguous()
     draft = torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).expand(4, -1).contiguous()
@@ -233,7 +234,7 @@ def test_the_third_sibling(
     assert as_lists(found) == [(accepted, 3)]
 
 
-# NumPy, in the interpreter, warns of the NaN that the kernel looks for.
+# In the interpreter, NumPy warns about the NaN that the kernel looks for.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_residual_rejection_where_the_target_is_undefined(device: torch.device) -> None:
     logits, tree, draft, uniforms = sampled_tree(3, 40, 2, device)
@@ -254,7 +255,7 @@ def test_a_draft_that_equals_the_target_is_accepted(device: torch.device) -> Non
 
 @pytest.mark.parametrize("right", [True, False])
 def test_residual_rejection_keeps_the_distribution(right: bool) -> None:
-    """Of the reference; the first token is not the target's if q is not what was drawn from."""
+    """Tests the reference; the distribution is wrong if drafts were not drawn from q."""
     torch.manual_seed(1)
     rows, vocab, children = 2000, 9, 2
     nodes = children + 2

@@ -1,6 +1,6 @@
-"""`generate()` through the kernels: the tokens stay the model's own, and every op is launched.
+"""`generate()` with the kernels: the same tokens, and every op is launched.
 
-On the CPU the interpreted kernels are asked for; on a GPU nobody has to ask.
+On the CPU, the tests select the interpreted kernels; on a GPU, the kernels are the default.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.compiler import needs_compiler
 
 @pytest.fixture
 def kernels(device: torch.device) -> Iterator[None]:
-    """Every op runs its kernel, and the counters, which see no replays, start at zero."""
+    """Run every op's kernel, without graphs, whose replays are not counted; reset the counters."""
     launches.clear()
     with using("triton") if device.type == "cpu" else nullcontext(), cuda_graphs("off"):
         yield
@@ -42,9 +42,9 @@ def on(device: torch.device, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def prompts(name: str, device: torch.device, rows: int) -> dict[str, Any]:
-    """Settled text, so that drafts are accepted, and rows of other lengths beside it.
+    """Return settled text, so that drafts are accepted, in rows of different lengths.
 
-    The interpreter takes its time for every token: short ones show as much.
+    The texts are short because the interpreter is slow.
     """
     settled = tiny_models.settled_prompt(name)[0, -24:]
     batch = tiny_models.left_padded([settled[: len(settled) - 9 * row] for row in range(rows)])
@@ -59,7 +59,7 @@ def generate(
     tokens: int = 4,
     **options: Any,
 ) -> Any:
-    """The output with a strategy, after a look at plain generate's."""
+    """Return the output with a strategy; check that it equals that of plain `generate()`."""
     model = on(device, tiny_models.build(name))
     call = {**prompts(name, device, rows), "max_new_tokens": tokens, "do_sample": False, **options}
     before = launches.copy()
@@ -70,7 +70,7 @@ def generate(
     return output
 
 
-# A plain model; windows in some layers and a cap; windows and sinks.
+# A plain model; windows in some layers and a softcap; windows and sinks.
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_lookup_says_what_the_model_says(name: str, device: torch.device, kernels: None) -> None:
     output = generate(name, {"spec_strategy": "lookup"}, device)
@@ -83,7 +83,7 @@ def test_lookup_says_what_the_model_says(name: str, device: torch.device, kernel
 @needs_compiler
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_a_cpu_attends_by_its_own_kernel(name: str) -> None:
-    """For rows of other lengths in one call of a layer; nobody has to ask."""
+    """The kernel is the default, and takes rows of different lengths in one call per layer."""
     launches.clear()
     output = generate(name, {"spec_strategy": "lookup"}, torch.device("cpu"), rows=3)
     layers = tiny_models.build(name).config.num_hidden_layers
@@ -104,7 +104,7 @@ def test_ragged_trees_launch_every_op_of_a_step(device: torch.device, kernels: N
 
 
 def test_end_of_sequence_inside_a_draft(device: torch.device, kernels: None) -> None:
-    """The walk on the device goes on after it; the text does not."""
+    """Verification on the device continues after it; the output ends there."""
     model = tiny_models.build("llama")
     settled = prompts("llama", torch.device("cpu"), 1)["input_ids"]
     end = int(model.generate(settled, max_new_tokens=3, do_sample=False)[0, -1])
@@ -124,7 +124,7 @@ def test_processors_and_scores_take_the_verifier_on_the_host(
 
 
 def test_a_falcon_head_uses_them_too(device: torch.device, kernels: None) -> None:
-    """Its blocks look ahead within themselves, which no causal mask says."""
+    """Tokens of a block attend to later ones of the block, unlike in a causal mask."""
     if device.type == "cuda":
         pytest.skip("its adapter is made for the model on the CPU")
     config = hf_spec.FalconConfig(tree=[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
@@ -190,13 +190,13 @@ def test_the_loss_of_a_falcon_head(temperature: float, device: torch.device, ker
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
     assert len(our_gradients) > 3
     for one, other in zip(our_gradients, their_gradients, strict=True):
-        # Behind layers in bfloat16.
+        # Gradients pass through layers in bfloat16.
         torch.testing.assert_close(one, other, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.gpu
 def test_a_layer_need_not_be_on_the_current_device(device: torch.device) -> None:
-    """Models spread over GPUs run their layers without changing it."""
+    """Models spread over GPUs run their layers without changing the current device."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     probs = torch.full((2, 8), 0.125, device=torch.device("cuda", 1))

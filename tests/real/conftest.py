@@ -1,4 +1,4 @@
-"""What the tests on real models share."""
+"""Shared fixtures of the tests on real models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def two_threads() -> Iterator[None]:
-    """Two threads, shared by the processes of `pytest -n`."""
+    """Use two threads, divided among the processes of `pytest -n`."""
     before = torch.get_num_threads()
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, 2 // processes))

@@ -1,4 +1,4 @@
-"""`auto` with the shipped adapters of SmolLM2: the target's own tokens, in few forwards."""
+"""`auto` with the adapters shipped for SmolLM2: identical tokens in fewer forward passes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_it_proves_itself(smollm2: Any) -> None:
     (found,) = verify(*smollm2, PROMPTS, [SUBJECT], plan)
     assert found.passed, found
     assert not any(output.differences for output in found.greedy)
-    # With these adapters alone: 1.0 and 0.8; lookup 1.1.
+    # Tau is 1.0 and 0.8 with each of these adapters alone, and 1.1 with lookup.
     assert sum(output.tau for output in found.greedy) / len(PROMPTS) > 1.3
 
 

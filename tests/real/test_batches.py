@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: padded batches and continuous batching give each prompt its own answer."""
+"""SmolLM2-135M-Instruct: batches give the same answers as single prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAFT = Path(__file__).parents[2] / "examples" / "adapters" / "smollm2-135m-draf
 
 @pytest.fixture(scope="module")
 def expected(smollm2: Any) -> list[list[int]]:
-    """Plain `generate()` on each prompt alone."""
+    """Return plain `generate()`'s answer to each prompt alone."""
     model, tokenizer = smollm2
     answers = []
     for prompt in PROMPTS:
@@ -75,7 +75,7 @@ def test_every_way_to_pad(smollm2: Any, expected: list[list[int]], batching: str
         }
         sequences = model.generate(**call).tolist()
         ends = torch.tensor(model.generation_config.eos_token_id)
-        # After its end a row has padding.
+        # Rows are padded after their end-of-sequence token.
         rows = zip(sequences, expected, strict=False)
         begins = [tokens[: width + len(answer)] for tokens, answer in rows]
         alone = [

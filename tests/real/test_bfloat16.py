@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct in bfloat16: greedy output of a strategy is that of `none`."""
+"""SmolLM2-135M-Instruct in bfloat16: greedy output with a strategy equals that of `none`."""
 
 from __future__ import annotations
 

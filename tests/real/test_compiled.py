@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct with compiled layers: plain `generate()`'s tokens, up to ties."""
+"""SmolLM2-135M-Instruct with compiled layers: same tokens as plain `generate()`, up to ties."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 PROMPTS = load_prompts(per_task=2)
-# Two logits of about 20 that are closer than this may change places by rounding.
+# Rounding can swap two logits (about 20 in size) that are closer than this.
 TIE = 1e-3
 
 
@@ -33,7 +33,7 @@ def compiled(smollm2: Any) -> Iterator[Any]:
 
 @torch.no_grad()
 def is_tie(model: Any, one: Tensor, other: Tensor) -> bool:
-    """Whether two sequences part where the two best tokens are equally good."""
+    """Return True if the sequences first differ where the two largest logits tie."""
     place = int((one != other).nonzero()[0])
     best = model(one[None, :place]).logits[0, -1].topk(2)
     return {int(one[place]), int(other[place])} == set(best.indices.tolist()) and bool(

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct with an EAGLE-3 head: trained, used, and exported to two layouts.
+"""SmolLM2-135M-Instruct with an EAGLE-3 head: training, drafting, and export to two layouts.
 
-The head trains for a few seconds on the answers that it then drafts. That shows that drafts are
-right where they can be; how good heads are on other texts is in `examples/studies/eagle`.
+The head trains for a few seconds on the answers that it then drafts, so its drafts must be
+accepted. `examples/studies/eagle` measures the quality of heads on other texts.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ PROMPTS = load_prompts(per_task=1, tasks=["code", "math", "qa"])
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 SETTINGS = EagleTrainSettings(steps=3, vocabulary_size=512, mlp_size=256, held_back=0.5)
 RUN = TrainSettings(epochs=40, batch_tokens=400, learning_rate=0.002, evaluate_every=40)
-# Accepted tokens of a chain of four: half of what was measured.
+# Minimum tau of a chain of four: half of the measured value.
 TAU = 0.8
 
 
 @pytest.fixture(scope="module")
 def answers(smollm2: Any) -> list[Any]:
-    """Plain `generate()`'s answers with their prompts, (1, L) each."""
+    """Return each prompt followed by plain `generate()`'s answer, (1, L) each."""
     model, tokenizer = smollm2
     return [model.generate(prompt.encode(tokenizer), **GREEDY) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def head(smollm2: Any, answers: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head that learned the answers; the same answers are held out, too."""
+    """Train a head on the answers; the held-out set contains the same answers."""
     model, tokenizer = smollm2
     folder = tmp_path_factory.mktemp("eagle")
     responses = []

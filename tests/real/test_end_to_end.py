@@ -1,7 +1,7 @@
-"""What README and documents promise, tried as a new user tries it: with the wheel, from nothing.
+"""The workflows of the README and the docs, run from the wheel as a new user would run them.
 
-Only the commands are used, in an environment that has the package from its wheel and in a folder
-that was empty. Every text is that of plain `generate()` in this process.
+Commands run in a new environment, with the package installed from its wheel, and in an empty
+folder. Every generated text must equal that of plain `generate()` in this process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.installed import ROOT, User
 
 pytestmark = [pytest.mark.real, pytest.mark.full]
 
-# Those of Gemma are in test_gemma3.py.
+# test_gemma3.py tests the adapters for Gemma.
 ADAPTERS = sorted((ROOT / "examples" / "adapters").glob("smollm2-*"))
 PROMPT = "def add(a, b):\n    return a + b\n\ndef subtract(a, b):\n"
 NEW_TOKENS = 16
@@ -40,7 +40,7 @@ def hub() -> Iterator[LocalHub]:
 def user(programs: Path, hub: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
     home = tmp_path_factory.mktemp("home")
     variables = {
-        # Where float32 gives the same tokens whatever the order of the sums.
+        # On the CPU, float32 gives the same tokens for any order of summation.
         "CUDA_VISIBLE_DEVICES": "",
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(home / "hub"),
@@ -53,21 +53,13 @@ def user(programs: Path, hub: LocalHub, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def quick(user: User, tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
-    """The same, whose `hf-spec` starts no interpreter; for commands that run several times."""
-    again = User(user.programs, user.home, user.variables)
-    with again.forking(tmp_path_factory.mktemp("streams")):
-        yield again
-
-
-@pytest.fixture(scope="module")
 def model() -> Path:
     return smollm2_135m_instruct()
 
 
 @pytest.fixture(scope="module")
 def plain(smollm2: tuple[Any, Any]) -> str:
-    """What the model says by itself after the prompt."""
+    """Return plain `generate()`'s text after the prompt."""
     target, tokenizer = smollm2
     inputs = tokenizer(PROMPT, return_tensors="pt")
     output = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -77,7 +69,7 @@ def plain(smollm2: tuple[Any, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def prompts(user: User) -> Path:
-    """Forty short prompts, some of which a training holds back."""
+    """Write 40 short prompts; training holds some of them out."""
     path = user.home / "prompts.jsonl"
     rows = [
         {"id": f"p{n}", "task": "words", "turns": [f"Say {WORDS[n % len(WORDS)]} {n} times."]}
@@ -97,7 +89,7 @@ def answers(user: User, model: Path, prompts: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def head(user: User, model: Path, answers: Path) -> Path:
-    """A Falcon head that knows how these answers begin, with a tree chosen on this machine."""
+    """Train a Falcon head on the answers and calibrate its tree on this machine."""
     path = user.home / "my-head"
     small = ("--block-size", 1, "--vocab-size", 512, "--batch-tokens", 256, "--dtype", "float32")
     user.hf_spec("train", "falcon", model, "--responses", answers, "--out", path, *small)
@@ -120,7 +112,7 @@ def results(user: User, model: Path, head: Path, prompts: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pushed(user: User, hub: LocalHub, head: Path, results: Path) -> str:
-    """The head on the Hub, with a card that has its figures."""
+    """Push the head to the Hub with a model card that has its benchmark results."""
     user.hf_spec("card", head.name, "--results", results, "--license", "apache-2.0")
     address = user.hf_spec("push", head.name, HUB_NAME)
     assert address.startswith(f"{hub.url}/{HUB_NAME}/commit/")
@@ -134,17 +126,17 @@ def generate(user: User, model: Path, strategy: str) -> dict[str, Any]:
 
 def test_the_demo(user: User) -> None:
     shown = user.run("hf-spec", "demo", "--repeats", 1, "--max-new-tokens", 8)
-    # The wheel has no trained head: plain, none, lookup and auto.
+    # The wheel has no trained head; the rows are plain, none, lookup and auto.
     assert "falcon is left out" in shown.stdout
     assert shown.stdout.count("4 of 4") == 4
-    # Pipes get lines alone.
+    # There is no progress output if the output is a pipe.
     assert shown.stderr == ""
     assert "\r" not in shown.stdout
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda path: path.name)
-def test_the_shipped_adapters(quick: User, model: Path, plain: str, adapter: Path) -> None:
-    found = generate(quick, model, f"{strategy_of(str(adapter))}@{adapter}")
+def test_the_shipped_adapters(user: User, model: Path, plain: str, adapter: Path) -> None:
+    found = generate(user, model, f"{strategy_of(str(adapter))}@{adapter}")
     assert found["text"] == plain
     assert found["stats"]["drafted_tokens"] > 0
 
@@ -158,12 +150,12 @@ def test_a_trained_adapter_is_whole(user: User, head: Path) -> None:
 
 
 def test_verify(user: User, model: Path, head: Path, prompts: Path) -> None:
-    # The head knows how the first answer begins, and lookup finds the second in its prompt.
+    # The head was trained on the first answer, and lookup finds the second in its prompt.
     known = prompts.read_text().splitlines()[0]
     copied = {"id": "c", "task": "copy", "turns": ["Repeat: red blue, red blue, red blue."]}
     mixed = user.home / "mixed.jsonl"
     mixed.write_text(f"{known}\n{json.dumps(copied)}\n")
-    # On a busy machine the measured lengths may be zero, and nothing be proven.
+    # Static lengths: on a busy machine, measured ones may be zero and verify nothing.
     fixed = (
         "lookup:max_draft_tokens=5",
         f'falcon:length_policy="static",max_nodes=null@{head.name}',
@@ -178,7 +170,7 @@ def test_verify(user: User, model: Path, head: Path, prompts: Path) -> None:
 
 
 def test_verify_sampling(user: User, model: Path, prompts: Path) -> None:
-    """With the target as its own draft model, of which some is always accepted."""
+    """The target is its own draft model, so some drafted tokens are always accepted."""
     drafts = f"draft:max_draft_tokens=2@{model}"
     what = ("--strategy", drafts, "--prompts", prompts, "--per-task", 1)
     page = user.hf_spec("verify", model, *what, "--max-new-tokens", 4, "--draws", 20)
@@ -194,10 +186,8 @@ def test_the_card_has_the_figures(hub: LocalHub, pushed: str) -> None:
     assert "| `falcon" in card
 
 
-def test_the_pushed_adapter_by_its_name(
-    quick: User, user: User, model: Path, pushed: str, plain: str
-) -> None:
-    found = generate(quick, model, f"falcon@{pushed}")
+def test_the_pushed_adapter_by_its_name(user: User, model: Path, pushed: str, plain: str) -> None:
+    found = generate(user, model, f"falcon@{pushed}")
     assert found["text"] == plain
     assert found["stats"]["drafted_tokens"] > 0
     options = ("--raw", "--max-new-tokens", NEW_TOKENS, "--assistant", pushed)

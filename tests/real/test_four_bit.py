@@ -1,4 +1,4 @@
-"""SmolLM2-135M in 4 bits by bitsandbytes on the CPU: the kernel runs it, up to ties."""
+"""SmolLM2-135M in 4-bit bitsandbytes on the CPU: same tokens with the kernel, up to ties."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     ).eval()
     for module in model.modules():
         if request.param == "row-major" and hasattr(module, "support_avx512bf16_for_cpu"):
-            # As on processors without AVX512-BF16.
+            # Simulate a processor without AVX512-BF16.
             module.support_avx512bf16_for_cpu = False
     return model
 

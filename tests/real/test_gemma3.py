@@ -1,6 +1,6 @@
-"""Gemma-3-270M: identity on real prompts, most of them longer than its window of 512 tokens.
+"""Gemma-3-270M: identical output on real prompts, at least half beyond its 512-token window.
 
-With its shipped adapters, and with drafts and heads that were never trained.
+Covers the shipped adapters, and untrained draft models and heads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHIPPED = {
 
 
 def texts() -> list[str]:
-    """Twelve texts: six prompts as they are, and six that put several prompts together."""
+    """Return 12 texts: six single prompts and six that join several prompts."""
     turns = [prompt.turns[0] for prompt in load_prompts(per_task=10)]
     short = turns[::10]
     long = ["\n\n".join(turns[start : start + 60 : 4]) for start in range(6)]
@@ -52,19 +52,19 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def prompts(gemma3: Any) -> list[Tensor]:
-    # 1,200 tokens are twice the window and some, and cross a stretch of the prompt's forward.
+    # 1,200 tokens are more than twice the window, and span two attention blocks of the prefill.
     return [torch.tensor([gemma3[1](text)["input_ids"][:1200]]) for text in texts()]
 
 
 @pytest.fixture(scope="module")
 def expected(gemma3: Any, prompts: list[Tensor]) -> list[Tensor]:
-    """What plain `generate()` answers, prompt by prompt."""
+    """Return plain `generate()`'s output for every prompt."""
     model = gemma3[0]
     return [model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False) for ids in prompts]
 
 
 def generate(gemma3: Any, ids: Tensor, expected: Tensor, strategy: Any, assistant: Any) -> Any:
-    """The output of a strategy, which must be the expected one."""
+    """Return a strategy's output and check that it equals the expected one."""
     model, tokenizer = gemma3
     call = {
         "input_ids": ids,
@@ -104,7 +104,7 @@ def test_the_shipped_adapters(strategy: str, gemma3: Any) -> None:
     output = model.generate(**call)
     expected = model.generate(**inputs, **greedy)
     assert_identical(model, call, output, expected, tokenizer=tokenizer)
-    # What `auto` drafts with is a matter of measured time.
+    # `auto` decides by measured times and may not draft at all.
     assert strategy == "auto" or output.spec_stats.drafted_tokens > 0
 
 
@@ -138,7 +138,7 @@ def test_untrained_falcon_heads(
     prompts: list[Tensor],
     expected: list[Tensor],
 ) -> None:
-    """A wrong draft costs time, never a token; layers of the head have the target's window."""
+    """Wrong drafts never change the tokens. The head's layers have the target's window."""
     torch.manual_seed(block_size)
     head = FalconHead(gemma3[0], FalconShape(block_size, 2), torch.arange(4096)).eval()
     output = generate(gemma3, prompts[index], expected[index], FalconConfig(tree=tree), head)

@@ -1,4 +1,4 @@
-"""SmolLM2-135M with Gemma-3-270M as draft model, and the other way round: two real tokenizers."""
+"""SmolLM2-135M with Gemma-3-270M as draft model, and vice versa: two real tokenizers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.identity import assert_identical
 
 pytestmark = [pytest.mark.real, pytest.mark.full]
 
-# Per case the target, the options, the numbers of the prompts, new tokens, and the least tokens
-# accepted per target forward. Recorded with 24 tokens: 2.43 and 1.67 for the chain, 3.00 for the
-# tree; 0.85 by the other model.
+# Target, config, prompt indices, new tokens, and minimum tau (accepted tokens per target forward
+# pass). Measured with 24 new tokens: 2.43 and 1.67 for the chain, 3.00 for the tree; 0.85 with
+# Gemma-3 as the target.
 CASES: list[tuple[str, Any, tuple[int, ...], int, float]] = [
     ("smollm2", DraftConfig(max_draft_tokens=4), (1, 3), 24, 1.2),
     ("smollm2", TreeConfig(max_draft_tokens=4, max_nodes=12, translation="text"), (1,), 24, 1.5),

@@ -1,4 +1,4 @@
-"""The adapters in examples/adapters: they fit the originals of the 4-bit copies they learned on."""
+"""The adapters in examples/adapters, trained on 4-bit copies, match the original models."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from hf_spec.common.small_models import GEMMA3, SMOLLM2
 pytestmark = pytest.mark.real
 
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
-# Fixture and Hub id of the base, by how the names of adapters begin. Qwen2.5-Coder is left out: its
+# Prefix of the adapter name -> fixture and Hub id of the base. Qwen2.5-Coder is left out: its
 # checkpoints are too large for tests.
 BASES = {"smollm2-135m": ("smollm2", SMOLLM2.hub_id), "gemma-3-270m": ("gemma3", GEMMA3.hub_id)}
-# A published head names its target by its sizes alone.
 NAMES = sorted(file.parent.name for file in ADAPTERS.glob("*/adapter_config.json"))
 
 
 @pytest.mark.by_default(name=lambda name: name.startswith("smollm2"))
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(tuple(BASES))])
 def test_it_fits_the_model_on_the_hub(name: str, request: pytest.FixtureRequest) -> None:
-    """Ours was stored in 8 bits: the original is at most half a step away, and in bfloat16."""
+    """The local copy was stored in 8 bits: the bfloat16 original differs by up to half a step."""
     fixture, hub_id = next(base for begin, base in BASES.items() if name.startswith(begin))
     model: Any = request.getfixturevalue(fixture)[0]
     embedding = model.get_input_embeddings()

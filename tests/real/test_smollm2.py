@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: every strategy gives plain `generate()`'s tokens on real prompts."""
+"""SmolLM2-135M-Instruct: every strategy gives the same tokens as plain `generate()`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ BATCH_NEW_TOKENS = 24
 UNTRAINED_NEW_TOKENS = 16
 PROMPTS = load_prompts(per_task=1)
 SHORTEST = min(PROMPTS, key=lambda prompt: len(prompt.turns[0]))
-# Four tasks, and so four lengths.
+# Prompts of four tasks, with four different lengths.
 BATCH = load_prompts(per_task=2)[::3]
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
-# By the strategy, or the strategy and which of its assistants.
+# Keys are strategies, some with a suffix that identifies the assistant.
 ASSISTANTS = {
     "lookup": None,
     "draft": ADAPTERS / "smollm2-135m-draft",
@@ -45,7 +45,7 @@ ASSISTANTS = {
 
 @pytest.fixture(scope="module")
 def expected(smollm2: Any) -> dict[str, Tensor]:
-    """What plain `generate()` answers, by prompt."""
+    """Return plain `generate()`'s output by prompt id."""
     model, tokenizer = smollm2
     return {
         prompt.id: model.generate(
@@ -57,7 +57,7 @@ def expected(smollm2: Any) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def batch(smollm2: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """Four prompts padded on the left, and plain `generate()`'s answer to the batch."""
+    """Return four left-padded prompts, and plain `generate()`'s output for the batch."""
     model, tokenizer = smollm2
     inputs = left_padded([prompt.encode(tokenizer)[0] for prompt in BATCH])
     plain = model.generate(**inputs, max_new_tokens=BATCH_NEW_TOKENS, do_sample=False)
@@ -76,7 +76,7 @@ def call_of(strategy: str, **options: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answer(smollm2: Any) -> Callable[[str, Prompt], Any]:
-    """What a strategy answers to a prompt, asked once."""
+    """Return a function for a strategy's output on a prompt; outputs are cached."""
     model, tokenizer = smollm2
 
     @cache
@@ -137,7 +137,7 @@ def test_ragged_batch(strategy: str, smollm2: Any, batch: tuple[dict[str, Tensor
     ],
 )
 def test_the_trained_adapters_are_accepted(strategy: str, tau: float, answer: Any) -> None:
-    """Half of what was measured; an untrained draft of these layers has 0.05."""
+    """The limits are half of the measured values; an untrained draft of these layers has 0.05."""
     stats = [answer(strategy, prompt).spec_stats for prompt in PROMPTS]
     accepted = sum(one.accepted_tokens for one in stats)
     assert accepted / sum(one.target_forwards for one in stats) > tau
@@ -145,7 +145,7 @@ def test_the_trained_adapters_are_accepted(strategy: str, tau: float, answer: An
 
 @pytest.fixture(scope="module")
 def padded_drafts(smollm2: Any) -> list[Any]:
-    """The first two layers with rows of embeddings as the target has them, with more, with less."""
+    """Return the first two layers with as many embedding rows as the target, more, and fewer."""
     draft = hf_spec.truncated_draft(smollm2[0], 2)
     return [padded(draft, num_embeddings(smollm2[0]) + rows) for rows in (0, 128, -128)]
 
@@ -156,7 +156,7 @@ def padded_drafts(smollm2: Any) -> list[Any]:
 def test_drafts_padded_to_another_size(
     strategy: str, smollm2: Any, expected: dict[str, Tensor], padded_drafts: list[Any]
 ) -> None:
-    """As in the Qwen2.5 family; rows that are only padding change neither text nor acceptance."""
+    """Padding rows of the embedding, as in Qwen2.5, change neither tokens nor acceptance."""
     model, tokenizer = smollm2
     ids = SHORTEST.encode(tokenizer)
     plain = expected[SHORTEST.id][:, : ids.shape[1] + UNTRAINED_NEW_TOKENS]
@@ -178,7 +178,7 @@ def test_drafts_padded_to_another_size(
 
 @pytest.mark.full
 def test_adaptive_tokens_leave_the_logits_alone(smollm2: Any) -> None:
-    """To the bit, while the adapter hangs on the model."""
+    """The logits are bit-identical while the adapter is active on the model."""
     model, tokenizer = smollm2
     tokens, _ = adaptive_tokens(model, str(ASSISTANTS["sdsat"]))
     for prompt in PROMPTS[::2]:
@@ -203,7 +203,7 @@ def test_adaptive_tokens_leave_the_logits_alone(smollm2: Any) -> None:
 def test_untrained_falcon_heads(
     block_size: int, tree: Any, smollm2: Any, expected: dict[str, Tensor]
 ) -> None:
-    """A wrong draft costs time, never a token."""
+    """Wrong drafts never change the tokens."""
     model, tokenizer = smollm2
     ids = SHORTEST.encode(tokenizer)
     head = FalconHead(model, FalconShape(block_size), None).eval()

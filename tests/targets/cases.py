@@ -1,4 +1,4 @@
-"""Calls that are made of an ordinary model and of the same model kept in another way."""
+"""`generate()` calls for a model and for its sharded, offloaded or quantized versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEED = 7
 
 
 def assistant_of(model: PreTrainedModel, name: str, strategy: str) -> dict[str, Any]:
-    """Arguments that choose a strategy, with an assistant made of `model`, which is `name`."""
+    """Return arguments for a strategy, with an assistant built from `model` (tiny model `name`)."""
     if strategy in {"draft", "tree", "gsd"}:
         return {"spec_strategy": strategy, "assistant": hf_spec.truncated_draft(model, 2)}
     if strategy == "sdsat":
@@ -38,7 +38,7 @@ def assistant_of(model: PreTrainedModel, name: str, strategy: str) -> dict[str, 
 def speculate(
     model: PreTrainedModel, name: str, strategy: str, kind: str = "one"
 ) -> dict[str, Any]:
-    """Greedy tokens with a strategy and without, and how many drafts were accepted."""
+    """Return greedy tokens with and without a strategy, and the number of accepted tokens."""
     call: dict[str, Any] = {
         **tiny_models.prompts(name, kind),
         "max_new_tokens": NEW_TOKENS,
@@ -54,7 +54,7 @@ def speculate(
 
 
 def sampled(model: PreTrainedModel, strategy: str) -> dict[str, Any]:
-    """Sampled tokens with drafts that are sampled too, and how many were accepted."""
+    """Return tokens sampled with sampled drafts, and the number of accepted tokens."""
     config = {"draft": hf_spec.DraftConfig, "tree": hf_spec.TreeConfig}[strategy]()
     output = model.generate(
         **tiny_models.prompts("llama", "one"),
@@ -71,6 +71,6 @@ def sampled(model: PreTrainedModel, strategy: str) -> dict[str, Any]:
 def assert_same_up_to_ties(
     model: PreTrainedModel, prompt: Tensor, plain: list[int], got: list[int]
 ) -> None:
-    """Every difference is one of the two largest logits within the rounding of the dtype."""
+    """Check that tokens differ only where the two largest logits tie within rounding."""
     for difference in differences(model, prompt, plain, got, NEW_TOKENS):
         assert difference.kind == TIE, difference

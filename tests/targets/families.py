@@ -1,8 +1,8 @@
-"""The model types of transformers by the families that users know, the best known ones first."""
+"""Model types of transformers, grouped by the family that users know; best-known families first."""
 
 from __future__ import annotations
 
-# Family -> model types of the causal-LM and the image-text mapping of transformers.
+# Family -> model types in the causal-LM and image-text mappings of transformers.
 FAMILIES: dict[str, str] = {
     "Qwen3": "qwen3 qwen3_moe",
     "Llama": "llama internlm3 iquestcoder exaone",
@@ -115,5 +115,5 @@ FAMILIES: dict[str, str] = {
 
 
 def family_of(kind: str) -> str:
-    """The family of a model type; one that stands in no family is its own."""
+    """Return the family of a model type, or the model type itself if it has no family."""
     return next((name for name, kinds in FAMILIES.items() if kind in kinds.split()), kind)

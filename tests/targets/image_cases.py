@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tests.tiny_models import LLAMA_LIKE, VOCAB, left_padded, shared
 
 IMAGE, VIDEO, BEGIN, END = 90, 91, 92, 93
-# Tokens of text; those above stand for images and their frames.
+# Number of text tokens; the ids above are image placeholders and delimiters.
 WORDS = 80
 TEXT: dict[str, Any] = {**LLAMA_LIKE, "max_position_embeddings": 512}
 TOWER: dict[str, Any] = {
@@ -36,7 +36,7 @@ QWEN_TOWER: dict[str, Any] = {
     "out_hidden_size": 32,
 }
 HYBRID_TOWER = {**QWEN_TOWER, "num_position_embeddings": 64}
-# Recurrent layers beside one that attends.
+# Recurrent layers and one attention layer.
 HYBRID: dict[str, Any] = {
     "head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -56,25 +56,25 @@ QWEN_IDS = {
     "vision_end_token_id": END,
 }
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
-# Heights and widths of pictures in patches; four patches become a token.
+# Heights and widths of images in patches; four patches are merged into one token.
 GRIDS = [(4, 4), (6, 4)]
 
-# The images of a batch, (rows with an image, generator) -> model inputs.
+# (number of images of every row, generator) -> model inputs for the images of a batch.
 Pixels = Callable[[Sequence[int], torch.Generator], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A class of models and how it reads images.
+    """Model class with its config and image inputs.
 
     Attributes:
         model: the class.
-        config: makes its config.
-        pixels: makes the inputs for the images of a batch; it is given the number of images of
-            every row.
-        sizes: tokens of the first, the second, ... image of a row.
-        types: name of the input that says which tokens are of images, if there is one.
-        num_images: of each row in a ragged batch.
+        config: function that returns its config.
+        pixels: function that returns the inputs for the images of a batch, given the number of
+            images of every row.
+        sizes: number of tokens of the first, second, ... image of a row.
+        types: name of the input that marks image tokens, if there is one.
+        num_images: number of images of each row in a ragged batch.
     """
 
     model: type[PreTrainedModel]
@@ -98,7 +98,7 @@ def _pictures(*shape: int, **others: Any) -> Pixels:
 
 
 def _grids(counts: Sequence[int], generator: torch.Generator) -> dict[str, Tensor]:
-    """Patches of all images one after the other, as the Qwen family takes them."""
+    """Return the concatenated patches of all images, in the input format of the Qwen family."""
     grids = [(1, *grid) for count in counts for grid in GRIDS[:count]]
     patches = sum(height * width for _, height, width in grids)
     pixels = torch.randn(patches, 3 * 2 * 4 * 4, generator=generator)
@@ -139,7 +139,7 @@ def _gemma4() -> Any:
         "use_bidirectional_attention": "vision",
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB,
-        # The last two read the keys and values of the third and the second.
+        # The last two layers reuse the keys and values of the third and the second layer.
         "num_kv_shared_layers": 2,
         "tie_word_embeddings": False,
     }
@@ -324,7 +324,7 @@ FAMILIES: dict[str, Family] = {
     "internvl": Family(
         T.InternVLForConditionalGeneration, _internvl, _pictures(3, 32, 32), (4, 4), None, (2, 1, 0)
     ),
-    # These pad the images of a row to as many as others have, so each row has one here.
+    # These models pad all rows to the same number of images, so each row has one here.
     "idefics3": Family(
         T.Idefics3ForConditionalGeneration, _idefics("Idefics3"), _pictures(1, 3, 32, 32), (4,)
     ),
@@ -339,7 +339,7 @@ FAMILIES: dict[str, Family] = {
         None,
         (2, 1, 0),
     ),
-    # A prompt of PaliGemma begins with its image.
+    # PaliGemma also takes token types.
     "paligemma": Family(
         T.PaliGemmaForConditionalGeneration,
         _paligemma,
@@ -352,7 +352,7 @@ FAMILIES: dict[str, Family] = {
 
 @shared
 def build(name: str) -> PreTrainedModel:
-    """A random model of a family, made once per session; do not change it."""
+    """Return a random model of a family, built once per session; do not modify it."""
     torch.manual_seed(0)
     family = FAMILIES[name]
     made: Any = family.model._from_config(family.config())
@@ -369,7 +369,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def with_images(name: str, kind: str, seed: int = 7) -> dict[str, Tensor]:
-    """Inputs of `one` prompt, or of a `ragged` batch of three, with images in them."""
+    """Return inputs with images: `one` prompt, or a `ragged` batch of three."""
     family = FAMILIES[name]
     generator = torch.Generator().manual_seed(seed)
     ragged = family.num_images if kind == "ragged" else (len(family.sizes),)
@@ -386,13 +386,13 @@ def with_images(name: str, kind: str, seed: int = 7) -> dict[str, Tensor]:
     inputs = left_padded(rows)
     if family.types is not None:
         shown = (inputs["input_ids"] == IMAGE).long()
-        # To PaliGemma 0 is the part of the prompt that is read in both directions.
+        # In PaliGemma, 0 marks the part of the prompt with bidirectional attention.
         inputs[family.types] = torch.zeros_like(shown) if name == "paligemma" else shown
     return {**inputs, **family.pixels(ragged, generator)}
 
 
 def without_images(kind: str, seed: int = 3) -> dict[str, Tensor]:
-    """Inputs of text alone: `one` prompt, or a `ragged` batch of three."""
+    """Return text-only inputs: `one` prompt, or a `ragged` batch of three."""
     generator = torch.Generator().manual_seed(seed)
     lengths = (17, 9, 4) if kind == "ragged" else (17,)
     return left_padded([torch.randint(3, WORDS, (n,), generator=generator) for n in lengths])

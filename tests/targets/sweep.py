@@ -1,7 +1,8 @@
-"""What becomes of every text and image-text class of transformers, with tiny models.
+"""Sweep over every text and image-text class of transformers, with tiny models.
 
-`python -m tests.targets.sweep` runs them all, writes the record and prints how many are served;
-with names of classes it runs those alone. tests/targets/test_sweep.py compares.
+`python -m tests.targets.sweep` runs all classes, writes the record (sweep.json) and prints the
+number of each outcome. Given class names, it runs only those. tests/targets/test_sweep.py compares
+outcomes with the record.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from tests.tiny_models import left_padded
 
 RECORD = Path(__file__).with_name("sweep.json")
 NEW_TOKENS = {"one": 40, "ragged": 24}
-# Plain `generate()` of these takes no prompt without an image.
+# Plain `generate()` of these model types requires an image.
 WITH_IMAGES = ("blip",)
-# What keeps the sweep from some classes, in words of our own.
+# Class that the sweep cannot run -> reason.
 IN_THE_WAY = {
     "Blip2ForConditionalGeneration": "takes no prompt without an image",
     "DiffusionGemmaForBlockDiffusion": "denoises blocks of tokens, is not autoregressive",
@@ -53,12 +54,12 @@ IDENTICAL, REFUSED, WRONG, NOT_MADE = "identical", "refused", "wrong", "not made
 
 @dataclass(frozen=True)
 class Outcome:
-    """What becomes of a class.
+    """Result of running a class.
 
     Attributes:
-        one: of one prompt.
-        ragged: of a batch with padding; "not made" where plain `generate()` takes none.
-        why: the sentence of a refusal, or what was in the way.
+        one: result for one prompt.
+        ragged: result for a padded batch; "not made" if plain `generate()` does not support one.
+        why: the error message, or the reason that the class cannot run.
     """
 
     one: str
@@ -68,7 +69,7 @@ class Outcome:
 
 @cache
 def prompts() -> dict[str, dict[str, Tensor]]:
-    """One prompt that repeats itself, and three of unlike lengths, for drafts by lookup."""
+    """Return one repetitive prompt, and three of different lengths, for drafts by lookup."""
     generator = torch.Generator().manual_seed(1)
     seven, five, four = (torch.randint(3, 80, (n,), generator=generator) for n in (7, 5, 4))
     long = seven.repeat(4)[:24]
@@ -80,7 +81,7 @@ def prompts() -> dict[str, dict[str, Tensor]]:
 
 @cache
 def outcome(kind: str, name: str) -> Outcome:
-    """What becomes of a class; an error that is not one of ours is raised."""
+    """Run a class and return its outcome; unexpected errors propagate."""
     if name in IN_THE_WAY:
         return Outcome(NOT_MADE, why=IN_THE_WAY[name])
     try:
@@ -93,13 +94,13 @@ def outcome(kind: str, name: str) -> Outcome:
     try:
         ragged, why = _compare(model, "ragged")
     except NotMadeError as error:
-        # Some classes take no batch, or none with padding.
+        # Some classes do not support batches, or padding.
         ragged, why = NOT_MADE, _line(error)
     return Outcome(one, ragged, why)
 
 
 def _compare(model: Any, kind: str) -> tuple[str, str]:
-    """Beside plain `generate()`: what came out, and the sentence of a refusal."""
+    """Compare lookup with plain `generate()`; return the result and the error message, if any."""
     try:
         expected = _generate(model, kind)
     except Exception as error:
@@ -123,27 +124,27 @@ def _generate(model: Any, kind: str, **options: Any) -> Tensor:
 
 
 def _line(error: Exception) -> str:
-    """The first line of what an error says, without what differs from run to run."""
+    """Return the first line of an error message, at most 160 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:160]
 
 
 @cache
 def record() -> dict[str, Outcome]:
-    """Class -> what became of it, as it was recorded."""
+    """Return the recorded outcome of every class, by class name."""
     kept = json.loads(RECORD.read_text(encoding="utf-8"))
     return {name: Outcome(**found) for name, found in kept["classes"].items()}
 
 
 @cache
 def recorded_version() -> str:
-    """The version of transformers that the record is of."""
+    """Return the version of transformers that the record was made with."""
     version: str = json.loads(RECORD.read_text(encoding="utf-8"))["transformers"]
     return version
 
 
 def counts(found: Mapping[str, Outcome]) -> tuple[Counter[str], Counter[str]]:
-    """How many classes, and how many entries of the two mappings, came out how."""
+    """Count each outcome over the classes, and over the entries of the two mappings."""
     return _count(found.values()), _count(found[name] for _, name in entries() if name in found)
 
 
@@ -152,13 +153,13 @@ def _count(found: Iterable[Outcome]) -> Counter[str]:
 
 
 def main(names: list[str]) -> None:
-    """Run the named classes, or all of them, and write what became of all into the record."""
+    """Run the named classes, or all of them, and write their outcomes to the record."""
     chosen = [pair for pair in classes() if not names or pair[1] in names]
     found = {**record()} if names else {}
     for kind, name in chosen:
         try:
             found[name] = outcome(kind, name)
-        except Exception as error:  # noqa: BLE001 - a crash stands in the record until mended
+        except Exception as error:  # noqa: BLE001 - a crash is recorded until it is fixed
             found[name] = Outcome(WRONG, why=f"{type(error).__name__}: {_line(error)}")
         sys.stdout.write(f"{name}: {found[name]}\n")
         sys.stdout.flush()

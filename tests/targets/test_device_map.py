@@ -1,4 +1,4 @@
-"""Targets that accelerate spreads over devices and offloads: the same tokens, the same hooks."""
+"""Targets that accelerate dispatches or offloads: the same tokens, and hooks left unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ("part", "loaded", "disk", "memory")
 
 
 def split(model: PreTrainedModel) -> dict[str, Any]:
-    """The first layer in memory, the others and the head on disk."""
+    """Return a device map: the first layer in memory, the other layers and the head on disk."""
     depth = model.config.num_hidden_layers
     layers = {f"model.layers.{i}": "disk" if i else "cpu" for i in range(depth)}
     ends = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb"), "cpu")
@@ -52,7 +52,7 @@ def offloaded(name: str, kind: str, folder: Path) -> PreTrainedModel:
 
 
 def hooks(model: nn.Module) -> dict[str, Any]:
-    """What accelerate did to every module, and where every weight is."""
+    """Return accelerate's hook and `forward` of every module, and the device of every weight."""
     modules = {
         name: (id(getattr(module, "_hf_hook", None)), id(module.__dict__.get("forward")))
         for name, module in model.named_modules()
@@ -79,7 +79,7 @@ def test_the_same_tokens_and_the_same_hooks(kind: str, strategy: str, tmp_path: 
 @pytest.mark.by_default(name=("gemma3",))
 @pytest.mark.parametrize("name", ["bloom", "gemma3", "gpt_oss"])
 def test_other_paths_through_the_engine(name: str, tmp_path: Path) -> None:
-    """The rectangular one, sliding windows and attention sinks; rows padded on the left."""
+    """Covers the rectangular path, sliding windows and attention sinks, with left-padded rows."""
     model = offloaded(name, "disk", tmp_path)
     found = speculate(model, name, "tree", "ragged")
     assert found["tokens"] == found["plain"]
@@ -159,7 +159,7 @@ def test_where_offloaded_weights_are_brought(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["lookup", "tree", "gsd"])
 def test_across_devices(strategy: str, tmp_path: Path) -> None:
-    """One layer on each GPU in turn; on a single GPU the last one runs on the CPU."""
+    """The layers alternate between GPUs; with a single GPU, the last layer runs on the CPU."""
     count = torch.cuda.device_count()
     model: Any = copy.deepcopy(build("llama"))
     depth = model.config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""bfloat16 and float16 on the CPU: whatever differs from plain decoding is a tie."""
+"""bfloat16 and float16 on the CPU: tokens differ from plain `generate()` only at ties."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def half(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def rows(name: str) -> list[torch.Tensor]:
-    """One text that drafts fit and one that they fit less."""
+    """Return a prompt with a high acceptance rate and one with a lower rate."""
     settled = settled_prompt(name)
     return [settled, settled[:, :21]]
 

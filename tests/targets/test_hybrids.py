@@ -1,6 +1,7 @@
-"""Models with recurrent layers, as target and as draft: the tokens of plain `generate()`.
+"""Models with recurrent layers, as target and draft model: the same tokens as plain `generate()`.
 
-What could go wrong with a state that takes nothing back is planted as a mistake, and must be seen.
+Recurrent states cannot be rolled back. The tests also plant mistakes in the handling of states and
+check that the tokens change.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from tests.tiny_models import random_adaptive_tokens, wide_tree
 
 ONE, RAGGED = (23,), (23, 9, 2)
 NEW_TOKENS = {ONE: 40, RAGGED: 16}
-# A delta net, a short convolution, and attention beside Mamba-2 in every layer.
+# A delta net, a short convolution, and Mamba-2 with attention in every layer.
 THREE = ("qwen3_5_text", "lfm2", "falcon_h1")
-# Of the others, those whose own draft model is tried out, too.
+# Other models that also run with a noisy copy of themselves as draft model.
 TREES_ALONE = ("jamba", "zamba2", "mamba2")
 RESUMED = (*THREE, "bamba")
 STRATEGIES = ("lookup", "draft", "tree", "gsd")
@@ -54,7 +55,7 @@ def plain(name: str, lengths: tuple[int, ...]) -> Tensor:
 
 
 def assert_plain(name: str, lengths: tuple[int, ...], got: Tensor) -> None:
-    """Equal; for delta nets up to ties of the two largest logits, each shown to be one."""
+    """Check that tokens are equal; for delta nets, up to ties of the two largest logits."""
     expected = plain(name, lengths)
     if name not in DELTA_NETS:
         assert got.tolist() == expected.tolist()
@@ -135,7 +136,7 @@ def test_padding_reaches_no_state(batching: str) -> None:
 
 
 def in_slots(name: str) -> tuple[list[list[int]], list[list[int]]]:
-    """What five prompts get in two slots, and what each gets alone."""
+    """Return the answers to five prompts in two slots, and to each prompt alone."""
     lengths = (9, 4, 14, 1, 11)
     given = hybrid_models.inputs(lengths)
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*given.values(), strict=True)]
@@ -157,7 +158,7 @@ def test_prompts_follow_each_other_in_the_slots(name: str) -> None:
 
 
 def conversation(name: str, **options: Any) -> tuple[Tensor, DynamicCache]:
-    """A second call that goes on from the cache of the first, with more text, as in a chat."""
+    """Make a second call with more text on the cache of the first, as in a chat."""
     model, given = build(name), hybrid_models.inputs(RAGGED)
     cache = DynamicCache(config=model.config)
     call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, **options}
@@ -184,7 +185,7 @@ def test_a_cache_is_resumed_and_handed_back(name: str) -> None:
 
 
 def test_rows_that_end_early_hand_back_the_state_of_plain_generate() -> None:
-    """A stop inside an accepted draft leaves a state too far on; the row begins again."""
+    """An EOS inside an accepted draft leaves the state too far ahead; it is computed again."""
     model, given = build("lfm2"), hybrid_models.inputs(RAGGED)
     stop = plain("lfm2", RAGGED)[:, RAGGED[0] + 5].tolist()
     caches = []
@@ -203,7 +204,7 @@ def test_rows_that_end_early_hand_back_the_state_of_plain_generate() -> None:
     assert found.tolist() == expected.tolist()
     for our, their in zip(ours.layers, theirs.layers, strict=True):
         if hasattr(our, "conv_states"):
-            # Sums of several tokens at once round otherwise than those of one.
+            # Sums over several tokens round differently from those over one token.
             torch.testing.assert_close(
                 our.conv_states[0], their.conv_states[0], atol=1e-4, rtol=1e-4
             )
@@ -227,7 +228,7 @@ def test_a_cache_without_a_length_is_not_resumed(name: str) -> None:
     refuse("does not record how many", model=model, **cache_argument(model.forward, cache))
 
 
-# --- parts of the model itself as draft ---
+# --- drafts from parts of the target ---
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "jamba", "nemotron_h"])
@@ -273,7 +274,7 @@ def test_drafts_of_copied_layers_are_refused() -> None:
 def rejected_are_kept(
     mixers: RecurrentMixers, keep: Any, paths: dict[int, list[int]]
 ) -> dict[int, list[int]]:
-    """The state goes on over all that was drafted of a chain."""
+    """Advance the state over the whole drafted chain."""
     ran: dict[int, list[int]] = {}
     for row, offset in mixers._round.inputs:
         ran.setdefault(row, []).append(offset)
@@ -283,7 +284,7 @@ def rejected_are_kept(
 def roots_are_forgotten(
     mixers: RecurrentMixers, keep: Any, paths: dict[int, list[int]]
 ) -> dict[int, list[int]]:
-    """A round that accepts nothing does not move the state."""
+    """Leave the state unchanged in rounds that accept nothing."""
     return {row: path if len(path) > 1 else [] for row, path in paths.items()}
 
 
@@ -305,7 +306,7 @@ def test_wrong_tokens_in_the_state_are_seen(
 def test_half_a_state_taken_back_is_seen(
     name: str, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of the two states goes on over all that was drafted, the other one is right."""
+    """One of the two states advances over the whole draft; the other one is correct."""
     keep = RecurrentMixers.keep
 
     def half(self: RecurrentMixers, paths: dict[int, list[int]]) -> None:
@@ -328,11 +329,11 @@ def test_an_old_state_in_a_slot_is_seen(name: str, monkeypatch: pytest.MonkeyPat
     assert found != alone
 
 
-# --- what it costs ---
+# --- overhead ---
 
 
 class Counted:
-    """Calls of mixers and tokens in them, of one module."""
+    """Number of calls of one mixer, and of tokens in these calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str):
         self.calls = self.tokens = 0
@@ -354,7 +355,7 @@ class Counted:
 def test_a_round_takes_two_calls_of_a_mixer(
     branches: bool, calls: float, tokens: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Per forward and per token of the model; the limits are those of the first prototype."""
+    """The limits, per target forward pass and token, were measured with the first prototype."""
     counted = Counted(monkeypatch, "qwen3_5_text")
     given = hybrid_models.inputs(ONE)
     expected = build("qwen3_5_text").generate(**given, max_new_tokens=200, do_sample=False)
@@ -377,7 +378,7 @@ def test_a_chain_that_is_accepted_whole_is_not_run_again(monkeypatch: pytest.Mon
         )
         .spec_stats
     )
-    # The prompt is a call of its own, and the last draft is cut off.
+    # The prompt is a separate call, and the last draft is truncated.
     assert counted.calls <= stats.target_forwards + 2
 
 

@@ -1,7 +1,7 @@
-"""Image-text models: the tokens of plain `generate()`, with images in the prompt and without.
+"""Image-text models: the same tokens as plain `generate()`, with and without images in the prompt.
 
-Models are tiny and random, so each test also shows that its tokens vary, that the image matters and
-that drafts were accepted.
+The models are tiny and random, so the tests also check that tokens vary, that the image matters and
+that drafts are accepted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tests.targets.image_cases import (
 KINDS = ("one", "ragged")
 SHAPES = ("chain", "tree")
 NEW_TOKENS = {"one": 48, "ragged": 20}
-# The windows of one, the moved positions of the other.
+# One has sliding windows, the other shifts positions after an image.
 REPRESENTATIVES = ("gemma3", "qwen3_vl")
 QUICK = (*REPRESENTATIVES, "llava")
 
@@ -81,7 +81,7 @@ def speculate(
     return output
 
 
-# Of these plain `generate()` fails, too, in one release of transformers.
+# Plain `generate()` of these fails, too, in one release of transformers.
 BROKEN = {
     "llama4": pytest.mark.skipif(
         T.__version__ == "5.24.0",
@@ -123,7 +123,7 @@ def test_prompts_of_text(name: str, kind: str) -> None:
 
 @pytest.fixture
 def forgotten_offset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions go on as if an image were as many tokens of text."""
+    """Count every image token as one position, like text."""
     monkeypatch.setattr(own_prefill, "_offsets", lambda _, masks: [0] * len(masks))
 
 
@@ -217,7 +217,7 @@ def test_strategies(name: str, strategy: str) -> None:
     "name", ["gemma3", "gemma4", "lfm2_vl", "paligemma", "qwen3_5", "qwen3_vl"]
 )
 def test_a_draft_model_sees_the_images(name: str, kind: str) -> None:
-    """The target as its own draft model: every draft is right, which placeholders alone miss."""
+    """With the target as draft model, every draft is accepted; that requires the image itself."""
     config = hf_spec.DraftConfig(max_draft_tokens=4, length_policy="static")
     output = build(name).generate(
         **prompt(name, kind),
@@ -233,7 +233,7 @@ def test_a_draft_model_sees_the_images(name: str, kind: str) -> None:
 
 
 def test_several_sequences_of_one_prompt() -> None:
-    """`num_return_sequences` repeats images, also for a draft model, here the target itself."""
+    """`num_return_sequences` repeats images, also for the draft model (here the target)."""
     config = hf_spec.TreeConfig(max_draft_tokens=3, length_policy="static")
     torch.manual_seed(0)
     output = build("qwen3_vl").generate(
@@ -255,15 +255,15 @@ def test_several_sequences_of_one_prompt() -> None:
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "qwen3_5", "llava"])
 def test_the_next_turn_reuses_the_cache(name: str, strategy: str) -> None:
-    """First a text after the images, then another one."""
+    """The first turn has images and text, the second only more text."""
     model, inputs = build(name), prompt(name, "one")
     call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
     def two_turns(**options: Any) -> list[Tensor]:
         cache = DynamicCache(config=model.config)
         first = model.generate(**inputs, **call, **{CACHE_NAME: cache}, **options)
-        # In the second turn the images are in the cache alone. These words are chosen so that no
-        # step is a tie: a random model has steps whose best two tokens are 5e-7 apart.
+        # In the second turn, the images are only in the cache. The new tokens are chosen to avoid
+        # ties: in a random model, the two largest logits can be 5e-7 apart.
         whole = torch.cat([first, torch.arange(30, 35)[None]], dim=1)
         return [first, model.generate(whole, **call, **{CACHE_NAME: cache}, **options)]
 
@@ -294,13 +294,13 @@ SAMPLING: dict[str, Any] = {
     "do_sample": True,
     "temperature": 4.0,
     "top_k": CHOICES,
-    # In a prompt it would stand for an image.
+    # In a prompt, this token is the placeholder of an image.
     "suppress_tokens": [IMAGE],
 }
 
 
 def exact() -> dict[tuple[int, ...], float]:
-    """Probability of every continuation, from plain forwards of all prefixes."""
+    """Return the probability of every continuation, from plain `generate()` on all prefixes."""
     inputs = prompt(SAMPLED, "one")
     known: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(STEPS):
@@ -325,7 +325,7 @@ def exact() -> dict[tuple[int, ...], float]:
 
 
 def p_value(calls: int) -> float:
-    """Of so many calls, each a hundred sequences."""
+    """Return the chi-square p-value of `calls` calls with 100 sequences each."""
     inputs = prompt(SAMPLED, "one")
     config = hf_spec.DraftConfig(max_draft_tokens=2, length_policy="static")
     torch.manual_seed(5)
@@ -452,14 +452,14 @@ def first_forwards(models: Sequence[PreTrainedModel], **call: Any) -> int:
 
 
 def test_the_prompt_runs_once() -> None:
-    """As many forwards as plain decoding where nothing is accepted, of which one is the prompt."""
+    """Without drafts, there is one forward pass per token; the first one is the prefill."""
     name = "qwen3_vl"
     call = {**prompt(name, "one"), "max_new_tokens": 5, "do_sample": False}
     assert first_forwards([build(name)], **call, spec_strategy="none") == 5
 
 
 def test_shapes_of_the_cases() -> None:
-    """Rows with two images, one and none, beside each other."""
+    """Batches have rows with two images, one image and no image."""
     for name, kind in product(REPRESENTATIVES, KINDS):
         shown = (prompt(name, kind)["input_ids"] == IMAGE).sum(dim=1)
         assert len(shown.unique()) == len(shown)

@@ -1,4 +1,4 @@
-"""bitsandbytes targets in 8 and 4 bits, on the CPU: the output of the quantized model itself."""
+"""8-bit and 4-bit bitsandbytes targets on the CPU: same tokens as the quantized model alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STRATEGIES = ("lookup", "draft", "tree", "gsd", "disco", "falcon", "sdsat", "tra
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers are as wide as a block of 4-bit weights."""
+    """Save a model whose layers are as wide as a block of 4-bit weights."""
     torch.manual_seed(0)
     config = T.LlamaConfig(
         vocab_size=VOCAB,
@@ -71,7 +71,7 @@ def load(folder: Path, kind: str = "dense", dtype: torch.dtype = torch.float32) 
             bnb_4bit_use_double_quant=True,
         ),
     }
-    # The 8-bit layers say in every call that they cast their inputs.
+    # The 8-bit layers log in every call that they cast their inputs.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     model = T.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=configs[kind], dtype=dtype
@@ -85,7 +85,7 @@ def prompt_of(folder: Path) -> torch.Tensor:
 
 
 def speculation(folder: Path, model: Any, strategy: str, out: Path) -> dict[str, Any]:
-    """Adapters are made of the dense model and used with the quantized one."""
+    """Return arguments for a strategy; adapters are built from the dense model."""
     dense = load(folder)
     torch.manual_seed(SEED)
     if strategy == "falcon":
@@ -125,7 +125,7 @@ def test_its_own_output_up_to_ties(kind: str, strategy: str, folder: Path, tmp_p
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4-nested"])
 def test_weights_that_bitsandbytes_leaves_as_they_are(kind: str, folder: Path) -> None:
-    """As on processors without AVX512-BF16."""
+    """Weights that bitsandbytes does not rearrange, as on processors without AVX512-BF16."""
     model, prompt = load.__wrapped__(folder, kind), prompt_of(folder)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -143,10 +143,10 @@ def test_weights_that_bitsandbytes_leaves_as_they_are(kind: str, folder: Path) -
 @pytest.mark.parametrize("strategy", ["none", "lookup", "tree"])
 @pytest.mark.parametrize("kind", ["nf4", "8bit"])
 def test_compiled_layers_compute_the_same_bits(kind: str, strategy: str, folder: Path) -> None:
-    """Layers whose 4-bit weights our kernel cannot read on this processor run uncompiled."""
+    """Layers with 4-bit weights that our kernel does not support here run uncompiled."""
     model, prompt = load.__wrapped__(folder, kind, torch.bfloat16), prompt_of(folder)
     for layer in model.model.layers:
-        # A bias, too.
+        # Also cover a bias.
         layer.mlp.down_proj.bias = nn.Parameter(torch.randn(64).to(torch.bfloat16))
     config = parse_strategy(strategy)
     assistant = hf_spec.truncated_draft(model, 1) if strategy == "tree" else None
@@ -174,7 +174,7 @@ def test_compiled_layers_compute_the_same_bits(kind: str, strategy: str, folder:
 
 @needs_compiler
 def test_one_function_is_compiled_whatever_bitsandbytes_stores(folder: Path) -> None:
-    """A prompt with outliers leaves them in the state of an 8-bit layer."""
+    """A prompt with outliers changes the state that bitsandbytes stores in an 8-bit layer."""
     model = load.__wrapped__(folder, "8bit", torch.bfloat16)
     for module in model.modules():
         if is_eight_bit(module):
@@ -201,7 +201,7 @@ def test_a_draft_changes_no_outliers_of_a_prompt(folder: Path) -> None:
 
 @needs_compiler
 def test_eight_bits_in_float32_run_uncompiled(folder: Path) -> None:
-    """Other roundings of a norm would be whole steps of quantized inputs."""
+    """A rounding difference in a norm could change quantized inputs by a whole step."""
     refused = hf_spec.compile(load.__wrapped__(folder, "8bit")).refused
     assert len(refused) == 3
     assert "8-bit weights, which are compiled in bfloat16" in refused["model.layers.0"]
@@ -228,7 +228,7 @@ def test_a_changed_weight_is_read_by_compiled_layers(kind: str, folder: Path) ->
 
 
 def test_quantization_changes_the_output(folder: Path) -> None:
-    """Otherwise the tests above would show nothing of the dense model's own."""
+    """Otherwise the tests above would also pass with the weights of the dense model."""
     call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     said = {kind: load(folder, kind).generate(prompt_of(folder), **call) for kind in KINDS}
     dense = load(folder).generate(prompt_of(folder), **call)
@@ -253,7 +253,7 @@ def test_adapters_know_the_base_by_its_embedding(kind: str, folder: Path) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dense_copies(kind: str, folder: Path) -> None:
-    """They compute what the quantized layers compute, up to the rounding of their products."""
+    """Dense copies compute the same as the quantized layers, up to the rounding of matmuls."""
     layers = load(folder, kind).model.layers
     layers[0].mlp.up_proj(torch.zeros(1, 64))
     copied = dense_copy(layers, torch.float32)

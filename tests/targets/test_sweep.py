@@ -1,8 +1,8 @@
-"""Every text and image-text class of transformers: plain `generate()`'s tokens, or a sentence.
+"""Every text and image-text class of transformers: the same tokens, or an `UnsupportedError`.
 
-A tiny model is made of the defaults of each class's config. Some classes cannot be made so; what
-can be is never wrong and never crashes, and is what the record says. One class of each of the best
-known families by default, all in the slow tier.
+Each class runs as a tiny model, built from the defaults of its config where possible. Its tokens
+must not be wrong, it must not crash, and its outcome must match the record. The full tier has one
+class of each of the best-known families, the slow tier all classes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.targets.sweep import (
 )
 
 CLASSES = classes()
-# The first class of each family, the best known families first.
+# The first class of each family, the best-known families first.
 _NAMES = dict(reversed(entries()))
 _FIRST = [kinds.split()[0] for kinds in FAMILIES.values()][:40]
 SAMPLE = [(kind, _NAMES[kind]) for kind in _FIRST if kind in _NAMES]
-# Of the 286 entries of transformers 5.23 in its two mappings.
+# Minimum number of identical entries, of 286 in the two mappings of transformers 5.23.
 AT_LEAST = 230
 IS_RECORDED = transformers.__version__ == recorded_version()
 

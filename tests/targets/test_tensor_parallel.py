@@ -1,4 +1,4 @@
-"""`tp_plan="auto"` on two processes: what one process says, and the same in both."""
+"""`tp_plan="auto"` on two processes: both get the same results as a single process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the two processes found."""
+    """Run two processes and return the results of each."""
     folder = tmp_path_factory.mktemp("models")
     for name in ARCHITECTURES:
         build(name).save_pretrained(folder / name)
@@ -51,7 +51,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def fixed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts as long as among processes, where times cannot decide."""
+    """Use the draft lengths of several processes, which do not depend on timings."""
     monkeypatch.setattr(adaptive_length_drafter, "tensor_parallel_size", lambda model: 2)
 
 
@@ -82,7 +82,7 @@ def test_drafts_were_accepted(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.usefixtures("fixed_sizes")
 @pytest.mark.parametrize("strategy", ["draft", "tree"])
 def test_one_seed_in_every_process(ranks: list[dict[str, Any]], strategy: str) -> None:
-    """Drafts and acceptance are drawn alike, so the processes stay in step."""
+    """All processes draw the same drafts and acceptances, so they stay in sync."""
     torch.manual_seed(SEED)
     assert both(ranks, f"sampled {strategy}") == sampled(build("llama"), strategy)
 

@@ -1,4 +1,4 @@
-"""Training on two processes equals training on one; sharing the weights is refused."""
+"""Training on two processes equals training on one; sharded weights raise an error."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ model = build("llama")
 disco.train_disco(model, hf_spec.truncated_draft(model, 2), responses, folder, settings)
 """,
 }
-# With dropout, noise and glancing: every random number belongs to its micro-batch.
+# With dropout, noise and glancing, whose random numbers are seeded per micro-batch.
 FALCON = """
 from hf_spec.methods.falcon.training import train_falcon
 from hf_spec.training.features import Text
@@ -95,8 +95,8 @@ trainer.train({"slope": line.slope}, loss, line.epochs, twice, folder)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Folders of one process and of two, with a folder of every method in each."""
-    # All in the same processes: starting one takes longer than its trainings.
+    """Train every method on one and on two processes; return both output folders."""
+    # All methods share the processes: starting one takes longer than training in it.
     scripts = {**METHODS, "falcon": FALCON, "loop": LOOP}
     parts = [f"folder = start({name!r})\n{scripts[name]}\nfinish()" for name in scripts]
     source = START + "\n".join(parts)

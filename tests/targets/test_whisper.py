@@ -1,7 +1,7 @@
-"""Whisper: the tokens of its own `generate()` without a strategy, in every form that it takes.
+"""Whisper: the same tokens as its `generate()` without a strategy, in all of its modes.
 
-Models are tiny and random, so the tests also show that tokens vary, that the sound matters, and
-that drafts were accepted.
+The models are tiny and random, so the tests also check that tokens vary, that the audio matters,
+and that drafts are accepted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ STATIC = hf_spec.DraftConfig(max_draft_tokens=4, length_policy="static")
 
 @cache
 def plain(rows: int) -> Tensor:
-    """What Whisper says, without the beginning that it is given."""
+    """Return the tokens without a strategy; they exclude the forced start tokens."""
     call = {"max_new_tokens": NEW_TOKENS[rows], **TEXT_ALONE}
     said: Tensor = build().generate(sound(rows), **call)
     return said
@@ -151,7 +151,7 @@ STRATEGIES: dict[str, tuple[Any, Callable[[], Any]]] = {
         lambda: tiny_models.random_adaptive_tokens(build(), "embeddings"),
     ),
     "auto": (hf_spec.AutoConfig(timings=tiny_models.TIMINGS), decoder_alone),
-    # It measures forwards of both models first.
+    # It times forward passes of both models first.
     "auto, measured": ("auto", decoder_alone),
 }
 
@@ -162,7 +162,7 @@ def speculation(strategy: str) -> dict[str, Any]:
 
 
 def some(names: Iterable[str], default: Collection[str]) -> list[Any]:
-    """Cases of which those not in `default` are slow."""
+    """Return parametrize cases; those not in `default` are marked slow."""
     return [pytest.param(n, marks=[] if n in default else pytest.mark.slow) for n in names]
 
 
@@ -172,13 +172,13 @@ def some(names: Iterable[str], default: Collection[str]) -> list[Any]:
 def test_strategies(strategy: str) -> None:
     said, stats = speculate(3, **speculation(strategy))
     assert torch.equal(said, plain(3))
-    # Whether anything is repeated is up to the model.
+    # Lookup drafts only if the model repeats itself.
     assert stats.accepted_tokens > 0 or strategy == "lookup"
 
 
 @pytest.mark.parametrize("assistant", [build, own_encoder])
 def test_a_draft_model_hears_the_sound(assistant: Callable[[], PreTrainedModel]) -> None:
-    """The target as its own draft model: every draft is right."""
+    """With the target as its own draft model, every draft is accepted."""
     said, stats = speculate(3, spec_strategy=STATIC, assistant=assistant())
     assert torch.equal(said, plain(3))
     assert stats.accepted_tokens == stats.drafted_tokens > 0
@@ -212,7 +212,7 @@ LONG: dict[str, dict[str, Any]] = {
         "prompt_condition_type": "all-segments",
         "condition_on_prev_tokens": True,
     },
-    # Nothing is likely enough at first; the second temperature draws what the first one took.
+    # The first temperature always fails the threshold; the second draws the same tokens.
     "fallback": {
         "temperature": (0.0, 1e-5),
         "logprob_threshold": -0.01,
@@ -249,7 +249,7 @@ def test_long_form(strategy: str, name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_decoder_alone_as_target() -> None:
-    """A language model that counts positions by itself; it hears nothing."""
+    """The decoder alone is a language model without audio that computes its own positions."""
     batch = {
         "input_ids": torch.tensor([[EOS, EOS, START, 5, 9], [START, 3, 8, 3, 8]]),
         "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]),
@@ -258,7 +258,7 @@ def test_a_decoder_alone_as_target() -> None:
         **TEXT_ALONE,
     }
     model = copy.deepcopy(decoder_alone())
-    # Where the encoder has fewer layers, transformers makes its cache too small.
+    # If the encoder has fewer layers, transformers makes the cache too small.
     model.config.num_hidden_layers = model.config.decoder_layers
     expected = model.generate(**batch)
     assert torch.equal(model.generate(**batch, spec_strategy="lookup"), expected)
@@ -279,10 +279,10 @@ def test_the_pipeline(timestamps: bool) -> None:
     pipe, noise = pipeline(), np.random.default_rng(0)
     audio = [noise.standard_normal(round(length * SAMPLES)) for length in (0.7, 2.4)]
     found = []
-    # A random model that says the time unasked would be asked for one piece again and again.
+    # With unrequested timestamps, `generate()` would repeat a segment of a random model forever.
     kept = {} if timestamps else TEXT_ALONE
     for options in ({}, speculation("draft")):
-        # The pipeline searches five beams unless it is told otherwise.
+        # The pipeline uses five beams by default.
         call = {"max_new_tokens": 20, "num_beams": 1, **kept, **options}
         with collect_stats() as stats:
             short = pipe(audio[0].copy(), return_timestamps=timestamps, generate_kwargs=call)
@@ -308,7 +308,7 @@ def test_a_stored_strategy() -> None:
 
 
 def test_what_a_dictionary_holds() -> None:
-    """Of the engine itself, and of Whisper's `generate()`, which takes it apart by rows."""
+    """Covers the output of the engine, and of Whisper's `generate()`, which splits it by rows."""
     wanted = {
         "return_dict_in_generate": True,
         "output_scores": True,
@@ -369,7 +369,7 @@ STEPS, CHOICES, TEMPERATURE = 2, 4, 3.0
 
 @cache
 def sharper() -> PreTrainedModel:
-    """The target with larger logits: the same choices, other chances."""
+    """Return the target with larger logits: same ranking, different probabilities."""
     model: Any = copy.deepcopy(build())
     with torch.no_grad():
         for weight in model.model.decoder.layer_norm.parameters():
@@ -378,7 +378,7 @@ def sharper() -> PreTrainedModel:
 
 
 def exact() -> dict[tuple[int, ...], float]:
-    """Probability of every continuation, from plain forwards of all prefixes."""
+    """Return the probability of every continuation, from plain forward passes on all prefixes."""
     known: dict[tuple[int, ...], float] = {(): 1.0}
     for step in range(STEPS):
         paths = torch.tensor(list(known), dtype=torch.long)
@@ -400,7 +400,7 @@ def exact() -> dict[tuple[int, ...], float]:
 
 
 def p_value(calls: int) -> float:
-    """Of so many calls, each a hundred sequences."""
+    """Return the chi-square p-value of `calls` calls with 100 sequences each."""
     torch.manual_seed(5)
     config = hf_spec.DraftConfig(max_draft_tokens=2, length_policy="static")
     drawn: list[tuple[int, ...]] = []
@@ -447,7 +447,7 @@ class TestRefusals:
         refuse(match, model=build(), input_features=sound(1), **call)
 
     def test_times_of_words(self) -> None:
-        """Whisper's `generate()` has chosen another attention by then, as without a strategy."""
+        """Whisper's `generate()` changes the attention before the error, so use a copy."""
         model = copy.deepcopy(build())
         model.generation_config.alignment_heads = [[0, 0]]
         with pytest.raises(hf_spec.UnsupportedError, match="output_attentions=True"):

@@ -1,7 +1,7 @@
-"""What two processes that share the weights of a model say, under gloo on the CPU.
+"""Script for two processes that share the weights of a model, with gloo on the CPU.
 
-Reads models from the folder that it is told and writes `rank0.json` and `rank1.json`: case -> what
-came out, or the class and the text of the error.
+Reads models from the given folder and writes `rank0.json` and `rank1.json`: case -> result, or the
+message of the error.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def fully_sharded(folder: Path) -> PreTrainedModel:
 
 
 def continuous(model: PreTrainedModel) -> list[list[int]]:
-    """Sampled answers to three prompts, two at a time."""
+    """Return sampled answers to three prompts, at most two of them in a batch."""
     output = model.generate_batch(
         [[5, 6, 7, 5, 6], [8, 9], [5, 6, 7]],
         max_new_tokens=NEW_TOKENS,
@@ -76,7 +76,7 @@ def continuous(model: PreTrainedModel) -> list[list[int]]:
 
 
 def pictures(model: PreTrainedModel) -> dict[str, Any]:
-    """Greedy tokens after prompts with images, with a strategy and without."""
+    """Return greedy tokens for prompts with images, with and without a strategy."""
     call = {**image_cases.with_images("gemma3", "ragged"), "max_new_tokens": NEW_TOKENS}
     call["do_sample"] = False
     output = model.generate(**call, spec_strategy="lookup")

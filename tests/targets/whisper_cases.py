@@ -1,4 +1,4 @@
-"""Tiny random Whisper models, sound for them, draft models, and what a pipeline needs beside.
+"""Tiny random Whisper models, audio for them, draft models, and a speech-recognition pipeline.
 
 Tokens are ordered as in Whisper: text, the end, the start, "no timestamps", timestamps.
 """
@@ -19,11 +19,11 @@ from tests.tiny_models import VOCAB, shared
 
 EOS, START, NO_TIMESTAMPS = 70, 71, 72
 BINS = 8
-# Frames of sound that the encoder reads at once, two for each of its positions, in one second.
+# Frames of an encoder input: one second of audio, two frames per position of the encoder.
 FRAMES = 40
 SAMPLES = 16000
 POSITIONS = 256
-# A trained model says no timestamps unless it is asked for them, and these do not end either.
+# No timestamps, like a trained model by default, and no end of sequence.
 TEXT_ALONE = {"suppress_tokens": [EOS, *range(NO_TIMESTAMPS, VOCAB)]}
 
 
@@ -31,7 +31,7 @@ TEXT_ALONE = {"suppress_tokens": [EOS, *range(NO_TIMESTAMPS, VOCAB)]}
 def build(
     seed: int = 0, width: int = 32, bins: int = BINS, decoder_layers: int = 3
 ) -> PreTrainedModel:
-    """A model with fewer encoder than decoder layers, made once per session; do not change it."""
+    """Return a model with fewer encoder than decoder layers, shared by tests; do not modify it."""
     torch.manual_seed(seed)
     config = T.WhisperConfig(
         vocab_size=VOCAB,
@@ -56,7 +56,7 @@ def build(
         for parameter in model.parameters():
             if parameter.numel() > 1 and parameter.std() == 0:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-        # What is said must follow from place and sound, not from the last tokens alone.
+        # Tokens must depend on position and audio, not only on the last tokens.
         torch.manual_seed(seed + 1)
         model.model.decoder.embed_positions.weight.normal_(0, 1.5)
         for layer in model.model.decoder.layers:
@@ -72,12 +72,12 @@ def build(
 
 
 def sound(rows: int, frames: int = FRAMES) -> Tensor:
-    """(rows, bins, frames) float32, other sound in every row."""
+    """Return (rows, bins, frames) float32 features, different in every row."""
     return torch.randn(rows, BINS, frames, generator=torch.Generator().manual_seed(4))
 
 
 def recordings() -> dict[str, Tensor]:
-    """Two of unlike length, each several times what the encoder reads at once."""
+    """Return two recordings of different lengths, both longer than two encoder inputs."""
     mask = torch.ones(2, 130, dtype=torch.long)
     mask[1, 90:] = 0
     return {"input_features": sound(2, 130), "attention_mask": mask}
@@ -85,13 +85,13 @@ def recordings() -> dict[str, Tensor]:
 
 @cache
 def first_layers() -> PreTrainedModel:
-    """The target with fewer decoder layers, all its modules shared, the encoder too."""
+    """Return the target with fewer decoder layers; all its modules are shared, the encoder too."""
     return hf_spec.truncated_draft(build(), 2)
 
 
 @cache
 def decoder_alone() -> PreTrainedModel:
-    """The same as distil-whisper is loaded for drafting, by `AutoModelForCausalLM`."""
+    """Return it as `AutoModelForCausalLM` loads it, like distil-whisper for drafting."""
     whole: Any = first_layers()
     with torch.device("meta"):
         model: Any = T.WhisperForCausalLM(copy.deepcopy(whole.config)).eval()
@@ -101,12 +101,12 @@ def decoder_alone() -> PreTrainedModel:
 
 @cache
 def own_encoder() -> PreTrainedModel:
-    """The target's weights in a model that shares no module with it."""
+    """Return a copy of the target that shares no module with it."""
     return copy.deepcopy(build())
 
 
 def pipeline() -> Any:
-    """Speech recognition with the model and a tokenizer of one letter per token."""
+    """Return a speech-recognition pipeline with a tokenizer of one letter per token."""
     vocab = {chr(33 + index): index for index in range(EOS)}
     tokenizer = T.WhisperTokenizer(
         vocab={**vocab, "<|endoftext|>": EOS}, merges=[], pad_token="<|endoftext|>"

@@ -156,7 +156,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers first")
-    parser.add_argument("--minutes", type=float, default=inf, help="begin no prompt after so many")
+    parser.add_argument("--minutes", type=float, default=inf, help="start no prompt after these")
 
 
 def begin(options: argparse.Namespace) -> tuple[PreTrainedModel, Callable[[], float]]:

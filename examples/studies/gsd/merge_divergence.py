@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="folder or Hub id of the target")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     draft_from = parser.add_mutually_exclusive_group(required=True)
-    draft_from.add_argument("--draft-layers", type=int, help="draft with so many of its layers")
+    draft_from.add_argument("--draft-layers", type=int, help="draft with its first N layers")
     draft_from.add_argument("--assistant", help="folder or Hub id of a draft model")
     parser.add_argument("--per-task", type=int, help="prompts of each task; all by default")
     parser.add_argument("--new-tokens", type=int, default=64)

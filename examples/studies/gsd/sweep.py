@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-nodes", type=int, action="append")
     parser.add_argument("--max-draft-nodes", type=int, default=GsdConfig.max_draft_nodes)
     parser.add_argument("--children", type=int, nargs="+", default=[GsdConfig.children])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file, gone on with if there")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, continued if it exists")
     options = parser.parse_args(argv)
     lengths = options.merge_length and [None if r < 0 else r for r in options.merge_length]
     thresholds = [(low, ratio) for low, ratio in options.thresholds or THRESHOLDS]

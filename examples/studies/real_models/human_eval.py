@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--assistant", action="append", default=[], help="as for `bench`")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--after-copy", action="store_true", help="begin after the copied prompt")
-    parser.add_argument("--every", type=int, default=1, help="take every so manyth problem")
+    parser.add_argument("--every", type=int, default=1, help="take every N-th problem")
     options = parser.parse_args(argv)
     problems = read(options.problems)[:: options.every]
     random.Random(0).shuffle(problems)  # noqa: S311 - no secret

@@ -1,4 +1,4 @@
-"""8-bit layers of bitsandbytes and torchao: results of their libraries, read from their storage."""
+"""8-bit layers of bitsandbytes and torchao: the same results, with weights read in place."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ROWS = (*range(1, 18), MAX_ROWS)
 
 
 def sizes() -> Tensor:
-    """Factors of the outputs, so that their scales differ."""
+    """Return factors that give the outputs different scales."""
     return 1 + torch.arange(OUTPUTS)[:, None] % 5
 
 
 def dynamic(threshold: float = 6.0, bias: bool = True, inputs: int = INPUTS) -> Any:
-    """A layer of bitsandbytes after its first call."""
+    """Return a bitsandbytes layer after its first call."""
     bnb = pytest.importorskip("bitsandbytes")
-    # The layers say in every call that they cast their inputs.
+    # The layers log in every call that they cast their inputs.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     torch.manual_seed(0)
     options = {"has_fp16_weights": False, "threshold": threshold, "bias": bias}
@@ -77,12 +77,12 @@ def test_the_bits_are_those_of_bitsandbytes(dtype: torch.dtype, bias: bool) -> N
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_outliers_are_those_of_one_row(dtype: torch.dtype) -> None:
-    """bitsandbytes leaves the inputs of one row's outliers in full precision for all rows."""
+    """bitsandbytes applies the outliers of one row to all rows; the kernel does not."""
     linear, inputs = dynamic(threshold=2.0, bias=False), states(5, dtype)
     found = eight_bit_forward(linear, inputs)
     assert found is not None
     alone = torch.cat([linear(row[None, None]) for row in inputs[0]], 1)
-    # Outliers' products are added in another order, and rounded once.
+    # Products of outliers are summed in a different order, and rounded once.
     bits = max(1e-6, 2 * torch.finfo(dtype).eps)
     assert (found - alone).abs().max() <= bits * alone.abs().max()
     together = linear(inputs)
@@ -100,7 +100,7 @@ def test_weight_only_results_are_those_of_torchao(dtype: torch.dtype, bias: bool
         found, expected = eight_bit_forward(linear, inputs), linear(inputs)
         assert found is not None
         assert found.dtype == dtype
-        # A rounded sum and its product, or a sum in float32.
+        # Rounding of a sum and of its scaled value, or of a sum in float32.
         bits = max(1e-6, 2 * torch.finfo(dtype).eps)
         assert (found - expected).abs().max() <= bits * expected.abs().max()
 

@@ -1,4 +1,4 @@
-"""4-bit layers of bitsandbytes: the same results, read where bitsandbytes stores the weights."""
+"""4-bit layers of bitsandbytes: the same results, with weights read in place."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ KINDS = ("nf4", "fp4")
 
 
 def layer(kind: str = "nf4", nested: bool = False, row_major: bool = False, **options: Any) -> Any:
-    """A layer of 96 outputs and 192 inputs after its first call."""
+    """Return a layer of 96 outputs and, by default, 192 inputs after its first call."""
     torch.manual_seed(0)
     options = {"quant_type": kind, "compress_statistics": nested, **options}
     linear = bnb.nn.Linear4bit(options.pop("inputs", INPUTS), 96, **options)
     if row_major:
-        # As on processors without AVX512-BF16.
+        # Simulate a processor without AVX512-BF16.
         linear.support_avx512bf16_for_cpu = False
     with torch.no_grad():
         if linear.bias is not None:
@@ -71,7 +71,7 @@ def test_the_bits_are_those_of_bitsandbytes(
     kind: str, nested: bool, compute: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     linear = layer(kind, nested, compute_dtype=compute)
-    # Tiles add in another order.
+    # AMX tiles sum in a different order.
     with built_for("cooperlake", build):
         for rows in (*range(1, 18), MAX_ROWS, 300):
             inputs = states(rows, dtype)
@@ -94,7 +94,7 @@ def test_results_are_those_of_bitsandbytes_up_to_rounding(
         inputs = states(rows, dtype)
         found, expected = four_bit_forward(linear, inputs), linear(inputs)
         assert found is not None
-        # A rounded sum, and its sum with the bias.
+        # Rounding of a sum, and of its sum with the bias.
         assert (found - expected).abs().max() <= 2 * EPS * expected.abs().max()
 
 
@@ -106,7 +106,7 @@ def test_results_are_those_of_bitsandbytes_up_to_rounding(
 def test_row_major_weights_are_those_of_bitsandbytes(
     storage: torch.dtype, kind: str, nested: bool, compute: torch.dtype
 ) -> None:
-    """One input at a time, whose products with one are exact."""
+    """The inputs are an identity matrix, whose products are exact."""
     options: dict[str, Any] = {"compute_dtype": compute, "quant_storage": storage}
     linear = layer(kind, nested, row_major=True, bias=False, **options)
     identity = torch.eye(INPUTS).split(MAX_ROWS)
@@ -115,7 +115,7 @@ def test_row_major_weights_are_those_of_bitsandbytes(
 
 
 def dequantized(linear: Any, compute: torch.dtype) -> Tensor:
-    """The weight that bitsandbytes multiplies by, in float32."""
+    """Return the weight that bitsandbytes multiplies by, in float32."""
     quantization = linear.weight.quant_state
     quantization.dtype = compute
     return bnb.functional.dequantize_4bit(linear.weight.data, quantization).float()
@@ -130,7 +130,7 @@ def test_row_major_results_are_those_of_bitsandbytes_up_to_rounding(
 ) -> None:
     linear = layer(nested=nested, row_major=True, compute_dtype=compute)
     whole, bias = dequantized(linear, compute).double(), linear.bias.to(compute).double()
-    # A bit of the result or of the sum, whichever is wider.
+    # Precision of the result or of the sum, whichever is lower.
     bits = min(2**-20, *(torch.finfo(t).eps for t in (dtype, compute)), key=lambda eps: -eps)
     for rows in (*range(1, 18), MAX_ROWS):
         inputs = states(rows, dtype)
@@ -160,7 +160,7 @@ def test_a_scale_of_the_next_block_is_caught(row_major: bool) -> None:
 def test_other_calls_are_left_to_bitsandbytes(row_major: bool) -> None:
     linear = layer(row_major=row_major)
     assert four_bit_forward(linear, states(0)) is None
-    # Prompts.
+    # For prompts, the kernel runs only with the layout for AVX512-BF16.
     assert (four_bit_forward(linear, states(MAX_ROWS + 1)) is None) == row_major
     assert four_bit_forward(linear.train(), states(1)) is None
 
@@ -182,7 +182,7 @@ def test_other_row_major_weights_are_left_to_bitsandbytes(caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, "hf_spec"):
         half = layer(row_major=True, compute_dtype=torch.float16)
         assert four_bit_forward(half, states(1)) is None
-        # Blocks of 64 inputs of two outputs.
+        # Some blocks of 64 inputs belong to two outputs.
         wide = layer(row_major=True, inputs=96)
         assert four_bit_forward(wide, states(2).view(1, -1, 96)) is None
         assert four_bit_forward(layer(row_major=True), states(1)) is not None
@@ -191,7 +191,7 @@ def test_other_row_major_weights_are_left_to_bitsandbytes(caplog: pytest.LogCapt
 
 
 def most_added_bytes(run: Callable[[], object]) -> int:
-    """Largest growth of the resident memory during a call."""
+    """Return the largest growth of the resident memory during a call."""
     # Memory that is free but still resident would hide allocations.
     ctypes.CDLL(None).malloc_trim(0)
     reset_peak(torch.device("cpu"))
@@ -304,6 +304,6 @@ def test_codes_are_moved_to_huge_pages_once(monkeypatch: pytest.MonkeyPatch) -> 
     model = nn.Sequential(linear)
     for _ in range(3):
         with install_packed_linears(model), use_packed_linears():
-            # bitsandbytes arranges the codes, at another address.
+            # bitsandbytes rearranges the codes, which moves them to another address.
             model(torch.zeros(1, INPUTS))
     assert moved == [[], [linear.weight.data_ptr()], []]

@@ -1,4 +1,4 @@
-"""Whatever a layer computes with, its program computes the same."""
+"""Compiled layers compute the same as their PyTorch layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 class Layer(nn.Module):
-    """A layer that computes something of its states, (1, T, 12), with a weight and a bias."""
+    """Layer that applies `compute` to its states, (1, T, 12); has a weight and linear layers."""
 
     def __init__(self, compute: Callable[[Any, Tensor], Any]):
         super().__init__()
@@ -54,7 +54,7 @@ def root_mean_square(layer: Layer, x: Tensor) -> Tensor:
 
 
 def partly(layer: Layer, x: Tensor) -> Tensor:
-    """Parts of which one is empty."""
+    """Concatenate slices, one of which is empty."""
     first, rest, none = x[..., :8], x[..., 8:], x[..., 12:]
     return torch.cat([first * 2, none, rest], dim=-1)
 
@@ -65,7 +65,7 @@ def gated(layer: Layer, x: Tensor) -> Tensor:
 
 
 def by_head(layer: Layer, x: Tensor) -> Tensor:
-    """Sums of some of the axes, in another order than they lie in."""
+    """Compute with means over one axis, with axes in a different order than in memory."""
     heads = x.view(1, x.shape[1], 3, 4).transpose(1, 2)
     return (heads - heads.mean(-1, keepdim=True)).permute(0, 2, 3, 1).reshape(1, -1, WIDTH)
 
@@ -122,7 +122,7 @@ def test_the_same_numbers(name: str, dtype: torch.dtype) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sum", "interleaved"])
 def test_bfloat16_is_rounded_after_every_operation(name: str) -> None:
-    """Bits are PyTorch's; states that are kept in float32 between operations have others."""
+    """Results have the bits of PyTorch; without rounding between operations, they differ."""
     torch.manual_seed(0)
     layer = Layer(COMPUTED[name]).to(torch.bfloat16)
     run = program_of(layer, torch.randn(1, 2, WIDTH, dtype=torch.bfloat16))
@@ -183,7 +183,7 @@ def test_several_results_and_none() -> None:
 
 @torch.no_grad()
 def test_what_is_not_a_number_stays_so_in_its_token() -> None:
-    """In nobody else's."""
+    """The results of other tokens are finite."""
     layer = Layer(COMPUTED["gated"])
     states = torch.randn(1, 4, WIDTH)
     run = program_of(layer, states)

@@ -1,4 +1,4 @@
-"""Numbers in C++, loops over them, and where statements and memory come to lie."""
+"""C++ text of compiled layers: numbers, loops, the order of statements, and memory."""
 
 from __future__ import annotations
 

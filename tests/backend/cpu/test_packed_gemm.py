@@ -1,4 +1,4 @@
-"""Forms of products with packed weights: which can be had, and which is used for what."""
+"""Forms of GEMMs with packed weights: which ones are available, and when each is used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def nothing_is_packed() -> Iterator[None]:
 
 @pytest.fixture
 def undecided() -> Iterator[None]:
-    """No form was chosen yet, nor what it serves."""
+    """Clear the cached choices of forms, and of the numbers of rows that they run."""
 
     def forget() -> None:
         form_of.cache_clear()
@@ -62,7 +62,7 @@ def miss(weight: Tensor) -> Tensor:
 
 
 def broken(form: Form, fault: str) -> Form:
-    """A form that cannot pack, or packs something else."""
+    """Return a form that cannot pack, or packs another weight."""
     if fault == "wrong":
         return Form(form.name, lambda weight: form.pack(weight * 2), form.gemm)
     return Form(form.name, refuse if form is OWN else miss, form.gemm)
@@ -86,7 +86,7 @@ def test_both_forms_compute_a_linear_layer(form: Form, dtype: torch.dtype, has_b
         states = torch.randn(*shape, WIDTH).to(dtype)
         found, expected = gemm(states, packed, added), F.linear(states, weight, added)
         assert (found.shape, found.dtype) == (expected.shape, dtype)
-        # Sums of 256 products of size 1, rounded at the end.
+        # Sums of 256 products of about 1, rounded at the end.
         close = 1e-3 if dtype == torch.float32 else 0.3
         torch.testing.assert_close(found, expected, rtol=0, atol=close)
         if len(shape) > 1:
@@ -147,7 +147,7 @@ def test_the_faster_form_is_taken(
 def test_in_bfloat16_our_kernel_serves_every_number_of_rows(
     undecided: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bits would depend on the number of rows if the faster of two forms served each."""
+    """If the faster form ran each number of rows, the bits would depend on that number."""
 
     def seconds(states: Tensor, *forms: packed_gemm._Timed) -> list[float]:
         return [2.0 if run is OWN.gemm else 1.0 for run, _ in forms]
@@ -207,7 +207,7 @@ def test_the_fastest_form_serves(
 
 @needs_compiler
 def test_our_kernel_pads_no_rows(undecided: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row takes it less time than several, whatever a disturbed measurement says."""
+    """One row is faster than several in our kernel, even if a noisy measurement differs."""
     monkeypatch.setattr(packed_gemm, "FORMS", (OWN,))
     weight = torch.randn(320, WIDTH)
     copy = pack(weight)

@@ -1,4 +1,4 @@
-"""Packed copies: of weights as they are now, within a bound, freed with them."""
+"""Packed weights: up to date with the weights, limited in size, and freed with them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_auto_stops_where_memory_does(model: Tied, monkeypatch: pytest.MonkeyPat
     room_for_one = int(1.5 * model.up.weight.nbytes / packed_weights.MEMORY_SHARE)
     taken = cpu_packing_bytes
     monkeypatch.setattr(packed_weights, "_available_bytes", lambda: room_for_one - taken())
-    # The second call finds less memory available, and must not take its half of the rest.
+    # The second call has less memory available, and must not take half of the rest again.
     for _ in range(2):
         assert_same(run_fast(model), expected)
         assert taken() == model.up.weight.nbytes

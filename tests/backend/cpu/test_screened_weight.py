@@ -1,4 +1,4 @@
-"""The best outputs of a layer are those of the whole layer, by 8-bit scores and exact products."""
+"""The best output from 8-bit scores and exact matmuls equals that of the whole layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUTPUTS, INPUTS = 3001, 96
 
 
 def weight_of(dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Outputs of different sizes, as of rare and frequent tokens."""
+    """Return a weight whose outputs differ in size, like those of rare and frequent tokens."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator)
     return (weight * torch.rand(OUTPUTS, 1, generator=generator)).to(dtype)
@@ -30,7 +30,7 @@ def screened(weight: Tensor) -> ScreenedWeight:
 
 
 def check(form: ScreenedWeight, states: Tensor) -> Tensor:
-    """Compare with all outputs; return how many of each row are computed."""
+    """Compare with all outputs; return the number of computed outputs of each row."""
     whole, best = packed_linear(states, form.exact), form.best(states)
     assert best is not None
     assert (best.shape, best.dtype) == (whole.shape, whole.dtype)
@@ -46,7 +46,7 @@ def test_the_best_is_that_of_all(dtype: torch.dtype) -> None:
     form = screened(weight)
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
-        # States near an output's weight, as those of a model that is sure of a token.
+        # States near an output's weight, as for a confident prediction.
         near = weight[torch.randint(OUTPUTS, (5,), generator=generator)].float()
         states = (near + torch.randn(5, INPUTS, generator=generator)).to(dtype)
         assert check(form, states).max() < OUTPUTS / 8
@@ -83,7 +83,7 @@ def test_every_score_is_within_its_margin() -> None:
 
 
 def near_ties(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Outputs that are close to each other and far from the rest, in blocks of their own."""
+    """Return a weight with near-tied outputs in separate blocks, far from the rest, and states."""
     weight, generator = weight_of(torch.float32), torch.Generator().manual_seed(1)
     weight[::300] = weight[50] * 5 + 0.02 * torch.randn(11, INPUTS, generator=generator)
     states = weight[50] + 0.1 * torch.randn(60, INPUTS, generator=generator)
@@ -96,7 +96,7 @@ def near_ties(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     [(1, 1), (1, 1e-10), (1, 1e-25), (1e-21, 1e10), (1, 1e17), (1e10, 1e17), (1e-10, 1e36)],
 )
 def test_numbers_of_any_size(dtype: torch.dtype, weight_size: float, states_size: float) -> None:
-    """Tiny numbers have squares of zero; sums of large ones overflow."""
+    """Squares of tiny numbers underflow to zero; sums of large ones overflow."""
     weight, states = near_ties(dtype)
     form, states = screened(weight * weight_size), states * states_size
     some = [row for row in states.split(1) if form.best(row) is not None]
@@ -106,10 +106,10 @@ def test_numbers_of_any_size(dtype: torch.dtype, weight_size: float, states_size
 
 
 def worst_case(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a weight of which output 50 is the best although its score is off by its margin.
+    """Return a weight and states whose best output, 50, has a score that is off by its margin.
 
-    The score of output 2000 is off by as much in the other direction. In bfloat16 the sum of output
-    50 is below that of output 2000, and both are -129.
+    The score of output 2000 is off by as much in the other direction. In bfloat16, the sum of
+    output 50 is below that of output 2000, and both round to -129.
     """
     count = 259
     weight = torch.full((OUTPUTS, count + 2), -2.0)
@@ -130,7 +130,7 @@ def test_errors_as_large_as_margins(dtype: torch.dtype) -> None:
     assert whole.argmax() == 50
     assert (whole[50] == whole[2000]) == (dtype == torch.bfloat16)
     assert check(form, states).item() < OUTPUTS / 8
-    # A broken twin: margins that are slightly too small.
+    # Negative control: margins that are slightly too small.
     best = replace(form, margins=form.margins * 0.99).best(states)
     assert best is not None
     assert best.argmax() == 2000
@@ -149,7 +149,7 @@ def test_sums_that_differ_by_their_rounding_alone() -> None:
 
 
 def test_without_margins_another_output_is_taken() -> None:
-    """A broken twin: scores alone would be wrong."""
+    """Negative control: scores without margins give wrong outputs."""
     weight, states = near_ties(torch.float32)
     form = screened(weight)
     broken = replace(form, margins=torch.zeros(OUTPUTS))

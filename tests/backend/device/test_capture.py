@@ -1,4 +1,4 @@
-"""Recording on a device of its own, what makes a host wait, and the switch."""
+"""CUDA graph capture per device, operations that make the host wait, and the mode switch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The streams on which PyTorch records, on a machine without a GPU."""
+    """Return the list of streams on which PyTorch captures, with CUDA replaced by fakes."""
     found = []
 
     class Recording(torch.cuda.graph):
@@ -41,10 +41,10 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
             found.append(self.capture_stream)
 
         def __exit__(self, *_: object) -> None:
-            """Nothing was recorded."""
+            """Do nothing, since nothing was captured."""
 
     def stream(device: Any = None) -> Any:
-        # Without a device that of the current one.
+        # The default is the current device.
         return SimpleNamespace(device=torch.device("cuda", 0) if device is None else device)
 
     monkeypatch.setattr(torch.cuda, "graph", Recording)
@@ -59,7 +59,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def test_every_device_records_on_a_stream_of_its_own(used: list[Any]) -> None:
-    """PyTorch takes for all devices the stream of the first one."""
+    """PyTorch itself uses the stream of the first device for all devices."""
     devices = [torch.device("cuda", index) for index in (0, 1, 0)]
     for device in devices:
         with recording(device, (0, 1)):

@@ -1,4 +1,4 @@
-"""CUDA graphs on the pretended device: captured by target and head, once for all calls."""
+"""CUDA graphs on the fake GPU: target and head capture them once for all calls."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ from tests.published_heads import sample
 pytestmark = pytest.mark.usefixtures("no_stored_graphs")
 
 NEW_TOKENS = 24
-# Seconds of an operation on the device, so long that what the host does takes no time beside it.
+# Seconds per operation on the device, long enough to make the time of the host negligible.
 LAUNCH = 10.0
 
 
 @dataclass
 class Family:
-    """A kind of head.
+    """Kind of draft head.
 
     Attributes:
-        make: the head for the tiny Llama, on the CPU.
-        draft: makes its drafter for a target on the device.
-        captures: whether the head's own passes are captured, too.
+        make: function that returns the head for the tiny Llama, on the CPU.
+        draft: function that returns its drafter for a target on the device.
+        captures: True if the head's own forward passes are captured, too.
     """
 
     make: Callable[[], Any]
@@ -89,7 +89,7 @@ def by_pairs(head: Any, target: Any) -> Drafter:
 
 
 def by_modules(head: Any, target: Any) -> Drafter:
-    # The target's embedding is no module of the head.
+    # The target's embedding is not a module of the head.
     head._shared = [target.get_input_embeddings()]
     config = MtpConfig(max_draft_tokens=3, length_policy="static")
     return PairDrafter(config, head, LengthPolicy(3))
@@ -140,12 +140,12 @@ FAMILIES = {
 
 @dataclass
 class Call:
-    """Graphs of one call, of the target and of the head, the tokens, and the memory."""
+    """Graph counts of the target and of the head in one call, its tokens, and its memory."""
 
     target: tuple[int, int, str | None]
     head: tuple[int, int, str | None] | None
     tokens: list[list[int]]
-    # Bytes of the KV pool, its growths, and repeated operations.
+    # Bytes of the KV pool, its growths, and its retries.
     memory: tuple[int, int, int]
 
 
@@ -193,7 +193,7 @@ def test_graphs_are_captured_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_length_policies_learn_the_times_of_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither steps that warm up for a capture nor captures, which take many more launches."""
+    """Warm-up steps and captures, which take many more launches, are not learned."""
     timed: list[tuple[float | None, set[float]]] = []
 
     def note(self: RoundTimes, nodes: float, seconds: float | None, drafts: Any) -> None:
@@ -212,7 +212,7 @@ def test_length_policies_learn_the_times_of_replays(monkeypatch: pytest.MonkeyPa
     assert timed[0] == (None, set()), "before the first capture"
     targets = {seconds for seconds, _ in timed if seconds is not None}
     drafts = {seconds for _, draft_seconds in timed for seconds in draft_seconds}
-    # A graph and what surrounds it; an uncaptured pass has more than a hundred launches.
+    # A graph and operations around it; an uncaptured pass has more than a hundred launches.
     assert len(targets) == len(drafts) == 1
     assert max(targets) < 10 * LAUNCH
     assert max(drafts) < 20 * LAUNCH
@@ -231,7 +231,7 @@ def test_frequencies_of_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestMemory:
-    """A pool with room for 16 tokens at first, of the 33 that are used."""
+    """A pool with initial room for 16 of 33 tokens."""
 
     ROOM = 16
 
@@ -251,11 +251,11 @@ class TestMemory:
         assert expected.memory[1:] == (0, 0)
         assert grown.memory[1] > 0
         assert grown.memory[2] == 0
-        # Room beyond the tokens: a draft, and at most 16.
+        # Extra room: a draft, and at most 16 tokens.
         assert 0 < grown.memory[0] < expected.memory[0]
 
     def test_a_full_device(self, expected: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Growing fails once; graphs of other models are freed, and it is repeated."""
+        """Growing fails once, and is retried after graphs of other models are freed."""
         make, failures = kv_pool.KVPool._new, []
 
         def limited(pool: Any, like: Tensor, capacity: int) -> Tensor:
@@ -288,7 +288,7 @@ def compiled(model: Any) -> None:
 
 
 def in_four_bits(model: Any, kind: str = "nf4", nested: bool = False) -> None:
-    """Replace linear layers by those of bitsandbytes, whose states are on the device."""
+    """Replace linear layers by 4-bit bitsandbytes layers, whose states are on the device."""
     import bitsandbytes as bnb
 
     for name, linear in list(model.model.named_modules()):
@@ -332,26 +332,26 @@ def in_eight_bits(model: Any, block_size: tuple[int, int] | None = (16, 16)) -> 
 
 
 def in_eight_bits_per_tensor(model: Any) -> None:
-    """Quantize inputs by a scale of the checkpoint, too."""
+    """Replace linear layers by FP8 layers that quantize inputs with a scale of the checkpoint."""
     in_eight_bits(model, None)
 
 
 class EightBitWeight(OnGpu):
-    """Computes like float8 weights of torchao, tensor subclasses that linear layers multiply."""
+    """Weight that computes like the float8 weights of torchao, which are tensor subclasses."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.nn.functional.linear:
             return super().__torch_function__(func, types, args, kwargs or {})
         states, weight, *bias = args
-        # Dynamic scales of the inputs: a maximum, without reading it.
+        # Dynamic scales of the inputs; their maximum is not read on the host.
         scale = states.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
         rounded = (states / scale).to(torch.float8_e4m3fn).to(states.dtype) * scale
         return func(rounded, OnGpu(weight.held.to(states.dtype)), *bias)
 
 
 def in_weights_of_torchao(model: Any) -> None:
-    """Replace the weights of linear layers."""
+    """Replace the weights of linear layers by float8 weights."""
     for linear in model.model.modules():
         if isinstance(linear, torch.nn.Linear):
             rounded = EightBitWeight(linear.weight.held.to(torch.float8_e4m3fn))  # type: ignore[attr-defined]
@@ -378,7 +378,7 @@ def dequantized_matmul(states: Tensor, weight: Tensor, *_: Any) -> Tensor:
 def test_compiled_and_quantized_targets(
     change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are captured, and a replay computes what their forward does."""
+    """Such targets are captured, and a replay computes the same as their forward pass."""
     if change in (in_four_bits, in_nested_four_bits):
         pytest.importorskip("bitsandbytes")
     if change in (in_eight_bits, in_eight_bits_per_tensor):
@@ -402,7 +402,7 @@ def test_compiled_and_quantized_targets(
 
 @pytest.mark.full
 def test_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop over experts reads on the host which of them have tokens; the reason names it."""
+    """A loop over experts reads on the host which experts have tokens; the message names it."""
     name, calls = "qwen3_moe", {}
     with pretended(monkeypatch) as gpu, recording(monkeypatch, gpu):
         for kind in ("eager", "batched_mm"):

@@ -1,4 +1,4 @@
-"""What queued work took is charged to it, and nobody waits to know."""
+"""Times of queued work on a device, measured without synchronizing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests import tiny_models
 from tests.fake_gpu import DEVICE, FakeGpu, OnGpu, on_gpu, pretended
 
 CPU = torch.device("cpu")
-# The device works so long per operation that what the host does beside it takes no time.
+# Seconds per operation on the device, long enough to make the time of the host negligible.
 LAUNCH = 10.0
 
 
@@ -59,21 +59,21 @@ def test_work_on_a_device_counts_where_it_was_queued(
             marks.append(clock.mark())
         watch.add("first", *marks[:2])
         watch.add("second", *marks[1:])
-        # The host has not waited, so it does not know.
+        # The times are unknown until the host has waited.
         assert watch.read() == {}
         assert not clock.passed(marks[0])
         transfer.fetch(numbers)
         assert watch.read() == pytest.approx({"first": 2 * LAUNCH, "second": 3 * LAUNCH})
         watch.add("first", marks[0], marks[-1])
         assert watch.read()["first"] == pytest.approx(7 * LAUNCH)
-        # Only the fetch may wait, and does without pinned memory.
+        # Only the fetch may wait; it does so without pinned memory.
         assert (gpu.fetches, sum(gpu.waits.values())) == (1, 0 if streams else 1)
 
 
 class Hasty(DraftModelDrafter):
-    """Drafts what it knows beforehand, keeps the device busy all the same, and waits for nothing.
+    """Drafter of constant tokens that keeps the device busy and never waits.
 
-    `work` operations are queued beside it, as a draft would be that the device hands on itself.
+    `work` operations are queued with every draft, as if the draft stayed on the device.
     """
 
     work = 500
@@ -90,7 +90,7 @@ class Hasty(DraftModelDrafter):
         return DraftTree.from_drafts(drafts, state.num_rows)
 
     def observe(self, verdict: Any, output: Any) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
 
 def begun(gpu: FakeGpu, new_tokens: int) -> GenerationState:
@@ -102,7 +102,7 @@ def begun(gpu: FakeGpu, new_tokens: int) -> GenerationState:
 
 @torch.no_grad()
 def test_drafts_and_forwards_have_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The statistics of a generation on a device, where the host only queues."""
+    """The statistics have the times of the device, although the host only queues work."""
     with pretended(monkeypatch) as gpu:
         drafter = Hasty(DraftConfig(), on_gpu(tiny_models.draft_model("llama")), LengthPolicy(2))
         target = ModelRunner(on_gpu(tiny_models.build("llama")), 1)
@@ -113,16 +113,16 @@ def test_drafts_and_forwards_have_their_own_time(monkeypatch: pytest.MonkeyPatch
             while state.unfinished:
                 gpu.restart()
                 speculative_step(target, drafter, verifier, state)
-                # The verdict, and nothing for the clocks.
+                # One fetch for the verdict, and none for the clocks.
                 assert (gpu.fetches, gpu.waits) == (1, {})
                 rounds += 1
         state.finish()
     stats = state.stats
     drafting = (Hasty.work + 1) * LAUNCH
     assert rounds > 3
-    # In the last round there is room for the bonus token alone.
+    # The last round has room for the bonus token only.
     assert drafting * (rounds - 1) <= stats.draft_seconds <= drafting * rounds
-    # Beside the forward there is the verdict alone.
+    # Verification is the target's forward pass and the verdict.
     assert 50 * LAUNCH * rounds < stats.verify_seconds < 150 * LAUNCH * rounds
 
 
@@ -157,5 +157,5 @@ def test_a_measured_draft_is_charged_for_what_it_queued(monkeypatch: pytest.Monk
         assert seconds == pytest.approx(busy * LAUNCH)
     for _, seconds, _ in learned:
         assert 50 * LAUNCH < seconds < 200 * LAUNCH
-    # A round is learned from in the one after it.
+    # The times of a round are learned in the next round.
     assert known == [max(0, number - 2) for number in range(len(known))]

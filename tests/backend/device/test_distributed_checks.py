@@ -1,4 +1,4 @@
-"""What one process alone is told; two of them are in tests/targets/test_tensor_parallel.py."""
+"""Checks in a single process; tests/targets/test_tensor_parallel.py tests two processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiny_models import build
 
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
-    """A process group with nobody else in it."""
+    """Join a process group that has no other member."""
     distributed.init_process_group("gloo", f"file://{tmp_path}/group", rank=0, world_size=1)
     yield
     distributed.destroy_process_group()

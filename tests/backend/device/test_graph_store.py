@@ -1,4 +1,4 @@
-"""What recorded steps leave: for the same model only, unchanged, one call at a time."""
+"""Stored CUDA graphs: reused only for the same, unchanged model, by one call at a time."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def kept(net: nn.Module, key: object, capacity: int = 256) -> StoredGraphs:
 
 
 def model() -> Any:
-    """A model that also reads a module which is not one of its own, and itself."""
+    """Return a model that also uses a module outside its module tree, and itself."""
     net: Any = copy.deepcopy(tiny_models.build("llama"))
     net.others = [nn.Embedding(2, 2), net]
     return net
 
 
 class TestStore:
-    """Giving and taking."""
+    """Storing graphs and taking them back."""
 
     def test_what_is_taken_is_gone(self) -> None:
         net = nn.Linear(1, 1)
@@ -147,7 +147,7 @@ def test_settings_of_pytorch_show() -> None:
 
 
 def test_generations_leave_the_state_as_it_was() -> None:
-    """Otherwise nothing would ever be taken up."""
+    """Otherwise stored graphs would never be reused."""
     net = model()
     before = state_of(net)
     ids = torch.arange(5)[None]

@@ -1,4 +1,4 @@
-"""Weights that are offloaded, wrapped by PEFT or quantized are read as if they lay in memory."""
+"""Offloaded, quantized and PEFT-wrapped weights are read like weights in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = torch.tensor([4, 0])
 
 
 class Halves(nn.Module):
-    """A linear layer that keeps its weight as doubled whole numbers."""
+    """Linear layer that stores its weight as doubled integers."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()

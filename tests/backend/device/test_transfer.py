@@ -1,4 +1,4 @@
-"""Copies in one block, and rounds of decoding in which the host waits once, for the outcome."""
+"""Copies in one block, and decoding rounds in which the host waits only for the verdict."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_block_is_one_transfer_that_nobody_waits_for(monkeypatch: pytest.Monke
 def test_a_block_is_copied_from_another_one_that_may_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one transfer, from pinned memory of its own."""
+    """The copy is one transfer, from a separate pinned buffer."""
     staged = PinnedBuffer(MIXED, torch.device("cpu"))
     staged.fill(MIXED)
     with pretended(monkeypatch) as gpu:
@@ -111,7 +111,7 @@ def test_several_tensors_come_back_in_one_transfer(monkeypatch: pytest.MonkeyPat
 
 
 def test_copies_without_pinned_memory_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on MPS and XPU."""
+    """MPS and XPU behave like this."""
     with pretended(monkeypatch, streams=False) as gpu:
         sent = send(MIXED, DEVICE)
         assert [fetch(tensor) for tensor in sent] == [tensor.tolist() for tensor in MIXED]
@@ -152,7 +152,7 @@ def test_waiting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Case:
-    """A way to decode: how drafts are made, and whether tokens are drawn."""
+    """Decoding options: how drafts are made, and whether tokens are sampled."""
 
     strategy: str
     sampled: bool = False
@@ -163,7 +163,7 @@ class Case:
 
 @dataclass
 class Round:
-    """What a round asked of the device, and the draft that was judged."""
+    """Operations of one round on the device, and its verified draft."""
 
     tree: DraftTree
     waits: dict[str, int]
@@ -174,14 +174,14 @@ class Round:
 
 
 def adaptive_tokens(moved: Callable[[Any], Any]) -> AdaptiveTokens:
-    """Adaptive tokens that are embeddings alone: that of a token that is often right."""
+    """Return adaptive tokens with an embedding only, that of a token that is often correct."""
     model = tiny_models.build("llama")
     table = nn.Embedding.from_pretrained(model.get_input_embeddings().weight[:1].detach())
     return AdaptiveTokens(AdaptiveShape("embeddings", False, 5), moved(table).weight)
 
 
 def build_drafter(case: Case, moved: Callable[[Any], Any]) -> Drafter:
-    """A drafter whose model or head `moved` has put where it belongs."""
+    """Return a drafter, after `moved` has put its model or head on the device."""
     strategy = case.strategy
     if strategy == "lookup":
         return LookupDrafter(LookupConfig())
@@ -200,7 +200,7 @@ def build_drafter(case: Case, moved: Callable[[Any], Any]) -> Drafter:
 
 
 def decode(case: Case, num_rows: int, gpu: FakeGpu | None) -> tuple[GenerationState, list[Round]]:
-    """Decode on the pretended device if there is one, and say what each round asked of it."""
+    """Decode, on the fake GPU if there is one; return the state and a record of every round."""
     moved: Callable[[Any], Any] = (lambda module: module) if gpu is None else on_gpu
     settled = tiny_models.settled_prompt("llama")[0]
     batch = tiny_models.left_padded([settled[: len(settled) - 3 * row] for row in range(num_rows)])
@@ -254,9 +254,9 @@ CASES = [
 ]
 
 
-# Most launches of a round as it comes: a forward of three layers, and those that draft.
+# Maximum launches of an uncaptured round: a pass of three layers, and the draft's passes.
 LAUNCHES = {"lookup": 140, "draft": 690, "tree": 660, "eagle": 550, "falcon": 400, "sdsat": 160}
-# Of a round whose forwards are all replayed.
+# Maximum launches of a round whose forward passes are all replayed.
 RECORDED = {"lookup": 1, "draft": 60, "tree": 95, "eagle": 170, "falcon": 40, "sdsat": 12}
 
 
@@ -282,19 +282,19 @@ def test_a_round_waits_for_its_outcome_alone(
     assert len(rounds) > 2
     for one in rounds:
         assert one.waits == {}
-        # The verdict; and all levels of a draft together.
+        # One fetch for the verdict, and one for all levels of a draft.
         levels = one.draft_forwards
         known = {1 + min(levels, 1)}
-        # What the target predicted in the round before, if it did.
+        # SDSAT may also fetch the target's predictions of the previous round.
         assert one.fetches in ({1, 2} if case.strategy == "sdsat" else known)
-        # The step, its tree, accepted tokens to move here and in the draft model; and by pass the
-        # step and what a head goes on from.
+        # The step, its tree, and accepted tokens to move in the target and in the draft model. Per
+        # draft pass, the step and the inputs that a head continues from.
         assert one.sends <= 4 + 3 * levels
         assert one.launches <= LAUNCHES[case.strategy]
     if case.recorded and num_rows == 1:
         assert min(one.launches for one in rounds) <= RECORDED[case.strategy]
     if not case.sampled:
-        # The head of an untrained EAGLE is never right.
+        # Drafts of the untrained EAGLE head are never accepted.
         assert state.stats.accepted_tokens > 0 or case.strategy == "eagle"
         check_same((state, rounds), decode(case, num_rows, None))
 
@@ -303,7 +303,7 @@ Decoded: TypeAlias = tuple[GenerationState, list[Round]]
 
 
 def check_same(found: Decoded, plain: Decoded) -> None:
-    """The same tokens from the same drafts."""
+    """Check that both have the same tokens and the same drafts."""
     assert found[0].tokens == plain[0].tokens
     for one, other in zip(found[1], plain[1], strict=True):
         assert (one.tree.tokens, one.tree.parent) == (other.tree.tokens, other.tree.parent)
@@ -315,7 +315,7 @@ def check_same(found: Decoded, plain: Decoded) -> None:
 def test_a_device_that_is_not_asynchronous_gives_the_same(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As MPS and XPU: drafts grow on the host, and nothing on the device is float64."""
+    """As on MPS and XPU, drafts grow on the host, and no tensor on the device is float64."""
     case = Case(strategy)
     with pretended(monkeypatch, streams=False) as gpu:
         found = decode(case, 2, gpu)
@@ -342,7 +342,7 @@ TREES = [
     TreeConfig(children=5, expanded_per_level=3),
     TreeConfig(max_draft_tokens=3, children=2, expanded_per_level=32),
     TreeConfig(min_probability=0.1, min_sibling_ratio=0.3),
-    # One that nobody watches is as long as it is for no policy that asks.
+    # A policy that sets the length before the draft and never stops it, so the device grows it.
     TreeConfig(max_draft_tokens=2, length_policy="heuristic", max_nodes=6),
     GsdConfig(merge_length=None, expanded_per_level=6, max_draft_tokens=3),
     TreeConfig(batching="unpadded_input"),
@@ -364,6 +364,6 @@ def test_trees_that_nobody_watched_are_the_same(
         found = decode(case, 3, gpu)
     check_same(found, decode(case, 3, None))
     levels = max(one.draft_forwards for one in found[1])
-    # Storage with gaps is seen by masks, which the host makes.
+    # Storage with gaps needs masks, which are built on the host.
     watched = config.batching == "unpadded_input"
     assert max(one.fetches for one in found[1]) == 1 + (levels if watched else 1)

@@ -1,4 +1,4 @@
-"""Glancing distillation: shifts, replaced places and losses, against cases made by hand."""
+"""Glancing distillation: shifts, replaced positions and losses, equal to manual computations."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TestReplacedPlaces:
 
 
 class Spy(GlancingLoss):
-    """Remembers what the head was fed and what it said."""
+    """Loss that records the inputs and outputs of the head, the pairs and the logits."""
 
     def __init__(self, base: GlancingLoss, settings: CsgdSettings, feature_size: float = 1.0):
         super().__init__(base.head, base.target, settings, 4, feature_size)
@@ -129,7 +129,7 @@ class TestGlancing:
             places = changed[row].nonzero()[:, 0].tolist()
             num_changed += len(places)
             assert all(first <= place < stop for place in places)
-            # lambda * d of this text alone.
+            # lambda * d, counted in this text only.
             count = int(settings.share(0, 4) * int(mine.sum()))
             candidates = [i for i in range(first, stop - k + 2) if i % k == grid]
             runs = min(len(candidates), count if k == 2 else count // k)
@@ -232,7 +232,7 @@ class TestGlancing:
     def test_own_features_of_own_features(
         self, model: PreTrainedModel, texts: list[Text], k: int
     ) -> None:
-        """Every pass reads what the one before it predicted, at the same places."""
+        """Each pass reads the features that the previous pass predicted, at the same positions."""
         spy = self.fed(model, texts, replace(PLAIN, own_features=0.7, own_passes=3), k)
         assert len(spy.fed) == 4
         clean = spy.fed[0][1]
@@ -246,12 +246,12 @@ class TestGlancing:
             assert torch.equal(features[changed], earlier.to(features.dtype)[changed])
         assert places is not None
         assert places.any()
-        # The deepest differs from the first, or more passes would teach nothing new.
+        # If the inputs of the last pass equaled those of the first, more passes would add nothing.
         assert not torch.equal(spy.fed[1][1], spy.fed[3][1])
 
     @pytest.mark.parametrize(("noise", "size"), [("paper", 0.1), ("released", 0.1 * 512 / 18)])
     def test_noise(self, model: PreTrainedModel, noise: str, size: float) -> None:
-        """It is as large as the features' size says, and the truth stays clean."""
+        """Noise scales with `feature_size` and is not added to the true features."""
         response = Response("a", "t", list(range(3, 9)), list(range(3, 15)))
         text = Text(response, torch.zeros(17, model.config.hidden_size))
         base = make_loss(model)
@@ -259,7 +259,7 @@ class TestGlancing:
         spy(MicroBatch([text]))
         ((_, features, _),) = spy.fed
         assert not spy.pairs[0].features.any()
-        # The released size goes by the length of the text's pairs.
+        # "released" divides by the number of pairs (17), not of tokens (18).
         bound = 2 * size * (18 / 17 if noise == "released" else 1)
         assert 0.95 * bound < float(features.abs().max()) <= bound * 1.0001
         assert abs(float(features.mean())) < 0.1 * bound
@@ -269,7 +269,7 @@ class TestLosses:
     def expected(
         self, loss: GlancingLoss, text: Text, settings: CsgdSettings, seed: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The three losses place by place, in float32."""
+        """Return the feature, soft and hard losses, summed position by position in float32."""
         k = loss.head.shape.block_size
         torch.manual_seed(seed)
         grid = int(torch.randint(k, ()))
@@ -332,7 +332,7 @@ class TestLosses:
     def test_a_gumbel_label_is_a_draw_from_the_target(
         self, model: PreTrainedModel, texts: list[Text]
     ) -> None:
-        """Over many draws the hard loss is the cross-entropy with the target's distribution."""
+        """The hard loss averages to the cross-entropy with the target's distribution."""
         settings = replace(PLAIN, feature_weight=0.0, soft_weight=0.0, hard_weight=1.0)
         drawn = make_loss(model, replace(settings, hard_label="gumbel"), 1)
         soft = make_loss(model, replace(settings, soft_weight=1.0, hard_weight=0.0), 1)
@@ -349,12 +349,12 @@ class TestLosses:
         schedule: str,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Padding is invisible, and every text has its own distance."""
+        """Padding has no effect, and the Hamming distance is counted per text."""
 
         def first_places(first: int, stop: int, count: int, k: int, grid: int) -> list[int]:
             return [i for i in range(first, stop - k + 2) if i % k == grid][:count]
 
-        # Which places are drawn is the only thing that one text's numbers leave to another's.
+        # Only the random draw of positions depends on the other texts of the batch.
         monkeypatch.setattr(csgd, "replaced_places", first_places)
         loss = make_loss(model, replace(PLAIN, schedule=schedule))
         batch = [texts[0], texts[4], texts[2]]

@@ -1,4 +1,4 @@
-"""Falcon drafts: against a reference without caches, their cost, limits and refusals."""
+"""Falcon drafts: equality with a reference without caches, cost, limits, and errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.tiny_models import VOCAB, build, prompts, ragged_batch, repetitive_pr
 
 PROMPT = repetitive_prompt()
 SIZES = [1, 2, 3, 4]
-# Rank gaps, ragged leaves, several blocks a pass.
+# Rank gaps, ragged leaves, several blocks per pass.
 BUSHY = RankTree.of(
     [
         *[(rank,) for rank in range(12)],
@@ -52,7 +52,7 @@ BUSHY = RankTree.of(
 
 @cache
 def knowing_head(size: int) -> FalconHead:
-    """A head that has learned what the tiny Llama says to its settled prompt."""
+    """Return a head trained on the tiny Llama's continuation of its settled prompt."""
     model = build("llama")
     tokens = model.generate(settled_prompt("llama"), max_new_tokens=60, do_sample=False)
     features = features_of(model, tokens[0].tolist())[None]
@@ -72,7 +72,7 @@ def knowing_head(size: int) -> FalconHead:
 
 @contextmanager
 def watch_drafts() -> Iterator[list[tuple[DraftTree, list[list[int]], list[int], int]]]:
-    """A list that gains (tree, committed tokens, unfinished rows, passes) with every draft."""
+    """Yield a list of (tree, committed tokens, unfinished rows, passes), one per draft."""
     seen: list[Any] = []
     original = FalconDrafter.draft
 
@@ -105,7 +105,7 @@ def generate_plainly(name: str, kind: str, new_tokens: int = 16) -> torch.Tensor
 
 
 def reaches(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
-    """The tokens that lead to each node of a row below the root -> how likely all of them are."""
+    """Return the path probability of each node below the root of a row, keyed by token path."""
     assert tree.node_probs is not None
     root, *nodes = tree.nodes(row)
     found: dict[int, tuple[tuple[int, ...], float]] = {root: ((), 1.0)}
@@ -118,10 +118,10 @@ def reaches(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
 def check_against_reference(
     name: str, head: FalconHead, seen: list[Any], tree: RankTree, begin: int = 0
 ) -> int:
-    """Compare every draft with the reference; returns how many nodes were compared."""
+    """Compare every draft with the reference; return the number of compared nodes."""
     ends: dict[int, list[int]] = {}
     compared, size = 0, head.shape.block_size
-    # A feature knows nothing of what follows, so those of the whole text serve every draft of it.
+    # Features do not depend on later tokens, so those of the whole text fit every draft of it.
     texts = {row: tokens[row] for _, tokens, unfinished, _ in seen for row in unfinished}
     known = {row: features_of(build(name), text, head) for row, text in texts.items()}
     for draft, tokens, unfinished, _ in seen:
@@ -153,7 +153,7 @@ class TestDrafts:
         with watch_drafts() as seen:
             output = generate(name, "ragged", head, tree=BUSHY.paths)
         assert check_against_reference(name, head, seen, BUSHY) > 500
-        # Rounds of several lengths, or re-feeding would never be seen.
+        # Rounds must differ in length to exercise pairs that are fed again.
         assert output.spec_stats.accepted_tokens > 0
 
     @pytest.mark.by_default(name=("gemma3",))
@@ -166,7 +166,7 @@ class TestDrafts:
             output = generate(name, "ragged", head, tree=BUSHY.paths)
         assert check_against_reference(name, head, seen, BUSHY) > 500
         assert torch.equal(output.sequences, generate_plainly(name, "ragged"))
-        # Drafts differ from those of the last state alone.
+        # The drafts differ from those that use only the last state.
         monkeypatch.setattr(head, "earlier", None)
         with pytest.raises(AssertionError):
             check_against_reference(name, head, seen, BUSHY)
@@ -195,7 +195,7 @@ class TestDrafts:
 
     @pytest.mark.parametrize("size", SIZES)
     def test_the_root_is_alone_before_there_are_k_pairs(self, size: int) -> None:
-        """From a prompt of one token; the reference knows nothing of that case."""
+        """Start from a one-token prompt, a case that the reference does not cover."""
         with watch_drafts() as seen:
             build("llama").generate(
                 PROMPT[:, :1],
@@ -281,7 +281,7 @@ class TestIdentity:
         rate = stats.accepted_by_position[0] / stats.drafted_by_position[0]
         assert rate > 0.8
         assert stats.tau > 0.6 * size
-        # The second pass rests on what the first one predicted.
+        # The second pass reads features that the first one predicted.
         assert sum(stats.accepted_by_position[size:]) > 0
 
 
@@ -402,7 +402,7 @@ class TestPolicies:
                 max_draft_tokens=4,
                 length_policy="heuristic",
             )
-        # Nothing was drafted with the prompt; then a random head is wrong again and again.
+        # The prefill round has no draft; then the random head is wrong every time.
         assert [draft.height(0) for draft, *_ in seen[:6]] == [0, 4, 3, 2, 1, 1]
 
 
@@ -422,7 +422,7 @@ class TestUsedLists:
     def test_blocks_of_several_heights(self) -> None:
         paths = [(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0, 0)]
         _, lists = used_lists(RankTree.of(paths), 2)
-        # The block below (0, 0) has one level, that below (1, 0) two.
+        # The block below (0, 0) has one level, the block below (1, 0) has two.
         assert lists.outputs == [0, 2, 3]
         assert lists.places is not None
         assert lists.places.tolist() == [0, 0, 1, 2]
@@ -462,7 +462,7 @@ class TestTrees:
         with watch_drafts() as seen:
             generate("llama", "one", tmp_path)
         assert seen[1][0].parent == [-1, 0, 0, 1]
-        # Loaded once, and again when the folder has another head.
+        # A changed folder is loaded again.
         before = len(seen)
         adapter = random_head("llama", 3).to_adapter({"tree": [[0]]})
         save_adapter(tmp_path, adapter)
@@ -476,7 +476,7 @@ class TestTrees:
         own = {"tree": [list(path) for path in BUSHY.paths], "max_nodes": 7}
         save_adapter(tmp_path, random_head("llama").to_adapter(own))
         with watch_drafts() as seen:
-            # A tree of one's own has no bound that was made for another.
+            # The adapter's max_nodes applies only to its own tree.
             generate("llama", "batch", tmp_path, tree=BUSHY.paths)
         options: dict[str, Any] = {"tree": BUSHY.paths, "max_nodes": 7}
         if stored:
@@ -499,7 +499,7 @@ class TestRefusals:
         refuse(match, error=error, **call)
 
     def test_assistants(self) -> None:
-        """Other unsuitable ones: tests/methods/test_contract.py."""
+        """Other unsuitable assistants are tested in tests/methods/test_contract.py."""
         self.refuse("type LlamaForCausalLM is not a Falcon head", assistant=build("llama"))
         training = copy.deepcopy(random_head("llama")).train()
         self.refuse("in training mode", assistant=training)

@@ -1,4 +1,4 @@
-"""The Falcon head: what its outputs may know, its mixers, and its adapter."""
+"""The Falcon head: inputs that its outputs depend on, mixers, and adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def block_of(pair: int, size: int, grid: int) -> int:
 
 
 class TestLeakage:
-    """Output i predicts h_{i+k}; pair j holds h_j and t_{j+1}: i sees no j of a later block."""
+    """Output i predicts h_{i+k}. Pair j holds h_j and t_{j+1}; i sees no pair of a later block."""
 
     @pytest.mark.parametrize(("size", "recurrent"), [(1, False), (2, True), (3, False), (4, True)])
     def test_no_output_depends_on_a_later_block(self, size: int, recurrent: bool) -> None:
@@ -48,7 +48,7 @@ class TestLeakage:
                 used = gradient[0][0].abs().sum(dim=-1) > 0
                 seen = [block_of(j, size, grid) <= block_of(i, size, grid) for j in range(LENGTH)]
                 assert used.tolist() == seen
-                # The answer h_{i+k}, and t_{i+k+1} beside it, are in pair i + k.
+                # Pair i + k contains the label h_{i+k} and t_{i+k+1}.
                 assert not used[i + size :].any()
 
     @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -66,7 +66,7 @@ class TestLeakage:
 
     @pytest.mark.parametrize("name", ["mistral_sliding", "gemma3", "gpt_oss"])
     def test_windows_hold(self, name: str) -> None:
-        """One layer, so that nothing comes by way of others: the last ones slide."""
+        """The head has one layer, with a sliding window, so nothing arrives through others."""
         head = random_head(name, 2, num_layers=1)
         tokens, features = pairs(length=14)
         features.requires_grad_(True)
@@ -81,7 +81,7 @@ class TestLeakage:
     def test_one_masked_pass_is_a_pass_per_block(
         self, size: int, grid: int, recurrent: bool
     ) -> None:
-        """Outputs and gradients of whole texts, against blocks drafted one after the other."""
+        """Outputs and gradients of whole texts equal those of blocks drafted one by one."""
         head = random_head("llama", size, recurrent=recurrent)
         tokens, features = pairs(length=11)
         parameters = [weight.requires_grad_() for weight in head.trained().values()]
@@ -145,7 +145,7 @@ class TestMixers:
         assert not torch.allclose(double[:1, 2:], alone, atol=1e-3)
 
     def test_one_token_a_block_is_eagle(self) -> None:
-        """k = 1: a causal model over (token i + 1, feature i) that predicts feature i + 1."""
+        """With k = 1, a causal model over (token i + 1, feature i) predicts feature i + 1."""
         head = random_head("llama", 1)
         tokens, features = pairs()
         mixed, _ = head.mix(tokens, features)

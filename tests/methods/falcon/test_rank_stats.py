@@ -1,4 +1,4 @@
-"""Ranks along the true path are those of real drafts."""
+"""Ranks along the true path equal those of real drafts."""
 
 from __future__ import annotations
 

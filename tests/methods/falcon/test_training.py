@@ -1,4 +1,4 @@
-"""Training a Falcon head: it learns the target's answers, and its figures are exact."""
+"""Training of Falcon heads: they learn the target's answers, and metrics are exact."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_it_learns_and_drafts(
     shape: FalconShape,
     vocabulary_size: int | None,
 ) -> None:
-    """Texts that are learned and held back alike: overfitting them must show in the figures."""
+    """Training and held-out sets share texts, so overfitting must improve the metrics."""
     twice = texts + [
         replace(t, response=replace(t.response, id=f"again {i}")) for i, t in enumerate(texts)
     ]
     if shape.fused:
-        # Those that are stored are of the last state.
+        # Stored features are of the last state only, so compute them again.
         twice = [Text(text.response) for text in twice]
     settings = replace(SETTINGS, shape=shape, vocabulary_size=vocabulary_size, held_back=0.4)
     folder = tmp_path / "adapter"
@@ -80,7 +80,7 @@ def test_it_learns_and_drafts(
     assert loaded.options == adapter.options
     assert loaded.options["max_depth"] == 8
     assert loaded.options["training"]["csgd"]["schedule"] == "paper"
-    # What was stored drafts as the figures say.
+    # Evaluating the saved head reproduces the reported metrics.
     head = FalconHead.from_adapter(loaded, model)
     _, held = split_by_hash(twice, 0.4, lambda text: text.response.id)
     again = acceptance(first_choices(head, model, held))
@@ -91,7 +91,7 @@ def test_it_learns_and_drafts(
 def test_more_to_a_prompt_stays_on_its_side(
     model: PreTrainedModel, texts: list[Text], tmp_path: Path
 ) -> None:
-    """Two answers to every prompt, as two files give them."""
+    """Every prompt has two answers, as if they came from two files."""
     other = [
         replace(t, response=replace(t.response, response=t.response.response[:6])) for t in texts
     ]
@@ -174,13 +174,13 @@ def test_a_head_that_becomes_fused(
     fused = replace(SETTINGS, shape=FalconShape(fused=True))
     still = replace(RUN, epochs=1, learning_rate=0.0)
     same = train_falcon(model, fresh, tmp_path / "same", fused, still, first)
-    # It begins as it was.
+    # The fused part starts at zero, so the head is unchanged.
     assert not same.tensors["earlier.up.weight"].any()
     for name, tensor in first.tensors.items():
         assert torch.equal(same.tensors[name], tensor)
     for name, value in first.options["held_back"].items():
         assert same.options["held_back"][name] == pytest.approx(value, abs=0.02)
-    # States of any size come to one of about one.
+    # `enter` scales the states to a root mean square of about 1.
     states = text_features(model, [texts[0].response], fused_layers(model))[0]
     entered = states[:, : -model.config.hidden_size].float() * same.tensors["earlier.enter"]
     assert 0.5 < float(entered.square().mean().sqrt()) < 2
@@ -222,7 +222,7 @@ def test_logits_changed_after_the_head_are_refused(texts: list[Text], tmp_path: 
 class TestFirstChoices:
     @pytest.mark.parametrize("k", [1, 2, 3, 4])
     def test_those_of_real_drafts(self, model: PreTrainedModel, texts: list[Text], k: int) -> None:
-        """Against one forward a root, over the pairs that a generation would have there."""
+        """Choices equal those of one pass per root, over the pairs that generation would have."""
         torch.manual_seed(0)
         head = FalconHead(model, FalconShape(k), None).eval()
         head.start_plain(1.0)
@@ -233,7 +233,7 @@ class TestFirstChoices:
             assert text.features is not None
             wanted = []
             for begin in range(max(prompt_len, k + 1), len(line)):
-                # The root is the token before; the last pair holds it.
+                # The root is the preceding token, which is in the last pair.
                 tokens, features = torch.tensor([line[1:begin]]), text.features[: begin - 1]
                 with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
                     out = head(tokens, features[None], (begin - 1) % k)[0, -k:]
@@ -253,7 +253,7 @@ class TestFirstChoices:
         assert figures["slot_1"] == pytest.approx(6 / 8)
         assert figures["slot_2"] == pytest.approx(4 / 8)
         assert figures["slot_2_given"] == pytest.approx(2 / 6)
-        # Rounds begin at 0, 3 and at 0, 1; they keep 2, 2 and 0, 1.
+        # First text: rounds at 0 and 3 accept 2 each. Second: rounds at 0 and 1 accept 0 and 1.
         assert figures["tau"] == pytest.approx(5 / 4)
 
 

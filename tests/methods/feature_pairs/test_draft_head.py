@@ -1,4 +1,4 @@
-"""The draft head: the target's own logits where it knows the token, nothing elsewhere."""
+"""The draft head: the target's logits for tokens of its vocabulary, -inf for all others."""
 
 from __future__ import annotations
 

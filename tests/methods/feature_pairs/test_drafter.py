@@ -1,6 +1,6 @@
 """Drafts of EAGLE heads inside generate(): every round's tokens, parents and probabilities.
 
-They are held against a head in plain torch that reads the whole text again for every node.
+They are compared with a head in plain torch that reads the whole text again for every node.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.published_heads import Reference, sample
 from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
 
 KINDS = ["eagle3", "speculators", "eagle", "peagle"]
-# Of a row's committed text, the drafted tokens, their parents and probabilities.
+# One row's committed text and draft: tokens, parents and probabilities.
 Round = tuple[list[int], list[int], list[int], list[float]]
 
 
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[Round]:
-    """Fills with every draft of a row that is more than its root."""
+    """Return a list that collects every row's draft with more nodes than the root."""
     found: list[Round] = []
     whole = PairDrafter.draft
 
@@ -60,7 +60,7 @@ def generate(kind: str, config: EagleConfig, **inputs: Any) -> Any:
 def beam(
     reference: Reference, text: Sequence[int], depth: int, width: int, count: int
 ) -> dict[tuple[int, ...], float]:
-    """The paths of EAGLE-2's tree with their probabilities: expand the beam, keep the likeliest."""
+    """Return the paths of EAGLE-2's tree and their probabilities: expand a beam, keep the best."""
     reach: dict[tuple[int, ...], float] = {}
     frontier: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(depth):
@@ -77,7 +77,7 @@ def beam(
 
 
 def paths_of(found: Round) -> dict[tuple[int, ...], float]:
-    """The same of a recorded round."""
+    """Return the paths of a recorded round and their probabilities."""
     _, tokens, parents, probs = found
     reach: dict[int, tuple[tuple[int, ...], float]] = {0: ((), 1.0)}
     for node in range(1, len(tokens)):
@@ -133,7 +133,7 @@ def test_dynamic_trees(kind: str, rounds: list[Round]) -> None:
 
 
 def test_accepted_drafts_are_fed_again(rounds: list[Round]) -> None:
-    """What was drafted rests on predicted features; rounds after accepted ones show it."""
+    """Later rounds are correct only if accepted pairs are fed again with the target's features."""
     config = EagleConfig(width=40, max_draft_tokens=2, max_nodes=150)
     output = generate("eagle3", config, input_ids=repetitive_prompt(12), max_new_tokens=14)
     assert output.spec_stats.accepted_tokens > 1
@@ -148,7 +148,7 @@ def test_accepted_drafts_are_fed_again(rounds: list[Round]) -> None:
 def test_long_prompts_are_fed_in_stretches(
     rounds: list[Round], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the end of a stretch the next token is the prompt's."""
+    """At the end of a chunk, the next token is the prompt's."""
     monkeypatch.setattr(pair_runner, "FEED_CHUNK", 5)
     monkeypatch.setattr("hf_spec.engine.runner.PREFILL_CHUNK", 7)
     monkeypatch.setattr("hf_spec.engine.runner.STEP_TOKENS", 7)
@@ -162,7 +162,7 @@ def test_long_prompts_are_fed_in_stretches(
 
 
 def test_a_reused_cache(rounds: list[Round]) -> None:
-    """Pairs begin where states are known; drafts are worse there, the output is the same."""
+    """Pairs begin where states are known; drafts are less accurate, but the output is unchanged."""
     model, prompt = build("llama"), repetitive_prompt(15)
     config = EagleConfig(tree="chain", max_draft_tokens=2)
     cache = output_cache(model(prompt[:, :10], use_cache=True))
@@ -176,7 +176,7 @@ def test_a_reused_cache(rounds: list[Round]) -> None:
 
 
 class Known:
-    """A reference that has states from a position on alone."""
+    """Reference that has hidden states only from position `first` on."""
 
     def __init__(self, reference: Reference, first: int):
         self.reference, self.first = reference, first

@@ -1,4 +1,4 @@
-"""Packed passes of a Falcon head: the same as whole texts, however the pairs arrive."""
+"""Packed passes of a Falcon head equal passes over whole texts, however the pairs arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny_models import VOCAB, build
 
 
 def text(seed: int, length: int) -> tuple[list[int], Tensor]:
-    """`length` pairs: one token more, and their features."""
+    """Return the `length` + 1 tokens and the features of `length` pairs."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (length + 1,), generator=generator).tolist()
     return tokens, torch.randn(length, 32, generator=generator)
@@ -26,7 +26,7 @@ def text(seed: int, length: int) -> tuple[list[int], Tensor]:
 
 @torch.no_grad()
 def newest(head: FalconHead, tokens: list[int], features: Tensor) -> Tensor:
-    """(k, H) by a forward of the whole text, blocks counted from its end."""
+    """Return (k, H) from a pass over the whole text, with blocks counted from its end."""
     size = head.shape.block_size
     ids = torch.tensor([tokens[1 : len(features) + 1]])
     return head(ids, features[None], len(features) % size)[0, -size:]
@@ -42,14 +42,14 @@ class TestFeed:
     )
     @torch.no_grad()
     def test_ragged_rows_equal_whole_texts(self, name: str, size: int, recurrent: bool) -> None:
-        """One layer, whose keys and values do not know the grid that they were stored under."""
+        """With one layer, stored keys and values do not depend on the block grid."""
         head = random_head(name, size, 1, recurrent)
         texts = [text(row, 30) for row in range(3)]
         tokens = [mine for mine, _ in texts]
         rows = [PairRow(row, torch.zeros(0), 0) for row in range(3)]
         known = [0, 0, 0]
         found = []
-        # First the prompts, then rounds that accept nothing, a few and more than k.
+        # First the prompts, then rounds that accept no tokens, a few, or more than k.
         with HeadRunner(head, 3).active() as runner:
             for counts in ([5, 12, 4], [1, 1, 1], [1, 3, 2], [6, 1, 1], [2, 5, 1], [1, 1, 7]):
                 for row, count in enumerate(counts):
@@ -126,7 +126,7 @@ def test_lists_are_sorted_and_in_target_tokens() -> None:
 
 
 def blocks_of(tree: RankTree, size: int, index: int) -> list[Path]:
-    """What leads to the blocks of a pass: the nodes at its beginning that have children."""
+    """Return the paths to the blocks of a pass: its start nodes that have children."""
     return sorted({path[:-1] for path in tree.paths if len(path) == index * size + 1})
 
 

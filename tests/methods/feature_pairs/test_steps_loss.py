@@ -1,4 +1,4 @@
-"""The loss of several draft steps, of an MTP module; tests of EAGLE heads run it, too."""
+"""Loss over several draft steps, with an MTP module; tests of EAGLE heads cover it, too."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def texts(model: PreTrainedModel, responses: list[Response], tmp_path: Path) -> 
 
 @pytest.fixture
 def head(model: PreTrainedModel) -> MtpHead:
-    """A module of large random weights."""
+    """Return a module with large random weights."""
     torch.manual_seed(0)
     tensors = {name: t + torch.randn(t.shape) * 0.2 for name, t in new_module(model).items()}
     return build_from("a module", tensors, model)
 
 
 def reference(model: PreTrainedModel, head: MtpHead) -> Reference:
-    """The module in plain torch."""
+    """Return the module in plain torch."""
     _, stored = layout(head, dict(named_weights(head)), model, 3)
     prefix, names, _ = NAMES["speculators"]
     short = {name.removeprefix(prefix): weight.detach() for name, weight in stored.items()}
@@ -47,7 +47,7 @@ def reference(model: PreTrainedModel, head: MtpHead) -> Reference:
 def test_the_loss_is_that_of_every_draft_step(
     model: PreTrainedModel, texts: list[Text], head: MtpHead
 ) -> None:
-    """Step s predicts a token by a draft that began s tokens earlier; later steps weigh less."""
+    """Step s predicts a token with a draft begun s tokens earlier; later steps have less weight."""
     plain, expected, count = reference(model, head), 0.0, 0
     weights = [1.0, 0.6, 0.36]
     for text in texts[:2]:
@@ -69,7 +69,7 @@ def test_the_loss_is_that_of_every_draft_step(
 
 
 def test_drafts_do_not_depend_on_later_tokens(model: PreTrainedModel, head: MtpHead) -> None:
-    """Gradients of step s reach the features up to s places before it."""
+    """Gradients of step s reach only the features up to s positions before the output."""
     tokens = torch.randint(3, 60, (1, 7), generator=torch.Generator().manual_seed(1))
     features = torch.randn(1, 7, head.hidden_size, requires_grad=True)
     for step, outputs in enumerate(draft_steps(head, tokens, features, 3)):

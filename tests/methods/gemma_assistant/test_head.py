@@ -1,4 +1,4 @@
-"""A Gemma assistant by itself: rotary angles, token groups, and reading of files."""
+"""Gemma assistants without a drafter: rotary frequencies, token groups, and file loading."""
 
 from __future__ import annotations
 

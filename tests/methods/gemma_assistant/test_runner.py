@@ -1,4 +1,4 @@
-"""Passes of a Gemma assistant, which reads the KV pool of its target."""
+"""Forward passes of a Gemma assistant, which reads the KV pool of its target."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_nodes_take_the_states_of_their_parents() -> None:
 
 @pytest.mark.full
 class TestBorrowedPool:
-    """Graphs of an assistant, which reads the pool of its target."""
+    """CUDA graphs of an assistant, which reads the KV pool of its target."""
 
     @dataclass
     class Drafts:
-        """Captures of the assistant in a call, and its drafts."""
+        """Number of graphs that the assistant captured in a call, and its drafts."""
 
         captures: int
         trees: list[Any]
@@ -108,7 +108,7 @@ class TestBorrowedPool:
         assert grown.trees == expected
 
     def test_another_pool(self, parts: tuple[Any, Any], expected: list[Any]) -> None:
-        """The target's graphs and pool are gone, those of the assistant are not."""
+        """The target's graphs and pool are deleted, but the assistant's graphs are not."""
         self.drafts(*parts)
         del graph_store._stored[parts[0]]
         other = self.drafts(*parts)
@@ -116,7 +116,7 @@ class TestBorrowedPool:
         assert other.trees == expected
 
     def test_another_embedding(self, parts: tuple[Any, Any]) -> None:
-        """The assistant reads it, but does not contain it."""
+        """The assistant reads the target's embedding, but does not contain it."""
         model, drafter = parts
         assert self.drafts(model, drafter).captures > 0
         embedding = model.get_input_embeddings()

@@ -1,4 +1,4 @@
-"""Graph drafting end to end: exact output, merged nodes are verified and accepted."""
+"""Graph drafting end to end: the output is exact; merged nodes are verified and accepted."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_greedy_is_identical(name: str, merge_length: int | None) -> None:
 def test_a_path_through_a_merge_edge_is_accepted_and_repaired(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The target drafts for itself: every true continuation is in the graph, and a vocabulary this
-    # small repeats, so accepted paths run through merge edges sooner or later.
+    # The target is its own draft model, so every true continuation is in the graph. Tokens of such
+    # a small vocabulary repeat, so some accepted paths take merge edges.
     model = build("llama")
     seen = {"accepted": 0, "dropped": 0}
     observe = DraftModelDrafter.observe
@@ -163,7 +163,7 @@ def draft_once(
 
 @dataclass(repr=False, eq=False)
 class Drafted:
-    """A node of the graph that the paper's text describes, with the tokens that led to it."""
+    """Node of the graph as the paper describes it, with the tokens that lead to it."""
 
     path: tuple[int, ...]
     parent: Drafted | None = None
@@ -183,7 +183,10 @@ class Drafted:
 def drafted_by_hand(
     model: PreTrainedModel, config: hf_spec.GsdConfig
 ) -> tuple[list[Drafted], int, int]:
-    """All nodes below the root, how many merges and how many expanded, by one forward per node."""
+    """Return the nodes below the root, and the numbers of merges and of expanded nodes.
+
+    Each expanded node takes its own forward pass.
+    """
     prompt = repetitive_prompt()[0].tolist()
     root = Drafted(())
     nodes, merges, expanded, level = [], 0, 0, [root]
@@ -212,7 +215,7 @@ def drafted_by_hand(
                         None,
                     )
                 merges += first is not None
-                # A leaf is one no longer once a likely token is merged into it.
+                # A leaf can be expanded once a probable token is merged into it.
                 if first is not None and not new.leaf and first not in tried:
                     first.leaf = False
                     below.append(first)
@@ -225,7 +228,7 @@ def drafted_by_hand(
 
 
 class TestGraph:
-    """What is drafted, against a plain reading of the paper with one forward per node."""
+    """Drafts equal a direct implementation of the paper, with one forward pass per node."""
 
     @pytest.mark.parametrize("merge_length", [None, 0, 2])
     @pytest.mark.parametrize(("probability", "ratio"), [(0.0, 0.0), (0.1, 0.0), (0.05, 0.4)])
@@ -246,7 +249,7 @@ class TestGraph:
             "rounds": 1,
             "rounds_with_merged_accepted": 0,
         }
-        # Every node that is no leaf went through the draft model, once; leaves did not.
+        # The draft model ran every inner node once, and no leaf.
         assert drafter._runner is not None
         assert drafter._runner.tokens_run == repetitive_prompt().shape[1] - 1 + expanded
         sent = {tuple(path) for path in spelled(tree)}
@@ -280,7 +283,7 @@ class TestGraph:
         free, _, _ = drafted_by_hand(draft_model("llama"), config)
         tree, drafter = draft_once(config, start())
         assert drafter.counters["draft_nodes"] == min(bound, len(free))
-        # Four children per node: the bound is met in the first, second, third level.
+        # Four children per node: level 1 reaches bounds 1 and 3, level 3 bounds 30 and 31.
         assert drafter.forwards == {1: 1, 3: 1, 30: 3, 31: 3, 100: 4}[bound]
         assert tree.num_nodes > 1
 
@@ -319,7 +322,7 @@ class TestGraph:
 
 
 def path_to(tree: DraftTree, node: int) -> list[int]:
-    """Nodes from the root's child down to `node`."""
+    """Return the nodes from the root's child down to `node`."""
     path: list[int] = []
     while node > 0:
         path.insert(0, node)
@@ -328,7 +331,7 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 
 
 def spelled(tree: DraftTree) -> list[list[int]]:
-    """Per node below the root of row 0 the tokens that lead to it."""
+    """Return, for each node below the root of row 0, the tokens that lead to it."""
     nodes = range(1, len(tree.nodes(0)))
     return [[tree.tokens[n] for n in path_to(tree, node)] for node in nodes]
 

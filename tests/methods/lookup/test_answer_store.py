@@ -1,4 +1,4 @@
-"""The store of earlier answers, its search, and drafts from it: recording and exact output."""
+"""Store of earlier answers: search, drafts, recording, and exact output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.tiny_models import TIMINGS, VOCAB, build, draft_model, ragged_batch
 
 
 def stored(store: LookupStore) -> list[list[int]]:
-    """The answers in a store, oldest first."""
+    """Return the answers in a store, oldest first."""
     answers: list[list[int]] = [[]]
     for token in store.text.tolist():
         if token == SEPARATOR:
@@ -109,7 +109,7 @@ class TestStore:
 def slowly(
     answers: list[list[int]], last: list[int], max_nodes: int, max_depth: int, min_match: int
 ) -> StoredDraft:
-    """The same by counting in lists."""
+    """Return the same draft as `find_draft`, by counting in lists."""
     best = StoredDraft([], [], [])
     for length in range(min_match, min(len(last), LONGEST_MATCH) + 1):
         rests = [
@@ -119,7 +119,7 @@ def slowly(
             if answer[end - length : end] == last[-length:]
         ]
         made = draft(rests, min(max_nodes, length), max_depth)
-        # Where a longer match is at the same places, only that counts.
+        # A longer match at the same positions never scores less, so `>=` selects it.
         if made.score >= best.score:
             best = made
     return best
@@ -166,7 +166,7 @@ class TestSuggest:
             last = [*[generator.randrange(tokens)] * 2, *source[max(0, end - 9) : end]]
             bounds = generator.randint(1, 9), generator.randint(1, 6), generator.randint(1, 3)
             ours, theirs = find_draft(store.text, last, *bounds), slowly(answers, last, *bounds)
-            # Equally probable nodes may come in any order.
+            # Equally probable nodes may be in any order.
             assert ours.score == pytest.approx(theirs.score)
             assert len(ours.tokens) == len(ours.parents) == len(ours.probs)
             assert all(parent <= node for node, parent in enumerate(ours.parents))
@@ -246,7 +246,7 @@ def test_the_second_answer_is_copied_from_the_first(name: str, kind: str) -> Non
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prompts_that_resemble_earlier_ones(name: str) -> None:
-    """Another beginning, the same end: what was said is proposed, and judged."""
+    """A prompt with another first token: the stored answer is drafted and verified."""
     store, given = LookupStore(), inputs("one")
     generate(given, spec_strategy=CONFIGS[name], assistant=store)
     other = {key: value.clone() for key, value in given.items()}
@@ -261,7 +261,7 @@ def test_drafts_begin_with_the_first_token() -> None:
     config = LookupConfig(copy_length=NEW, max_draft_tokens=NEW)
     generate(given, spec_strategy=config, assistant=store)
     output = generate(given, spec_strategy=config, assistant=store)
-    # The end of the prompt, twelve tokens, is the match.
+    # The match is the end of the prompt, 12 tokens.
     assert output.spec_stats.rows[0].accepted_by_position[0] >= 1
     assert output.spec_stats.target_forwards <= 1 + NEW // 12
 
@@ -333,7 +333,7 @@ class TestTheModelsOwn:
         first, second = (model.generate(**given, spec_strategy=config) for _ in range(2))
         assert torch.equal(first.sequences, second.sequences)
         assert second.spec_stats.target_forwards < first.spec_stats.target_forwards
-        # Another model, another store; without the option none.
+        # Each model has its own store; without the option there is none.
         other = copy.deepcopy(model).generate(**given, spec_strategy=config)
         assert other.spec_stats.target_forwards == first.spec_stats.target_forwards
         off = model.generate(**given, spec_strategy="lookup")
@@ -376,7 +376,7 @@ def test_auto_uses_it_beside_a_draft_model() -> None:
 
 
 def test_sampling_keeps_its_distribution() -> None:
-    """Every call adds to the store that later ones copy from."""
+    """Every call adds answers to the store, and later calls copy from them."""
     store, drawn = LookupStore(500), []
     torch.manual_seed(5)
     for _ in range(6):
@@ -414,7 +414,7 @@ def test_threads_share_a_store() -> None:
 
 
 def split(store: LookupStore) -> list[list[int]]:
-    """The answers of a store, each with the mark after it."""
+    """Return the answers in a store, each with its separator."""
     answers: list[list[int]] = []
     new: list[int] = []
     for token in store.text.tolist():

@@ -1,4 +1,4 @@
-"""The lookup drafter: which matches become branches, in which order, and where it stops."""
+"""The lookup drafter: choice and order of its branches, and its limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shape(tree: DraftTree) -> tuple[list[int], list[int]]:
 
 
 class TestOrder:
-    # (5, 6) stands before 10 and 30; 6 alone also before 20 and 40.
+    # (5, 6) precedes 10 and 30; 6 after another token precedes 20 and 40.
     SEQUENCE = (5, 6, 10, 11, 9, 6, 20, 21, 5, 6, 30, 31, 6, 40, 41, 5, 6)
 
     def test_longest_match_first_then_newest(self) -> None:
@@ -83,7 +83,7 @@ class TestTrie:
 
     @pytest.mark.parametrize("new_tokens", [1, 2, 4])
     def test_nothing_is_drafted_beyond_the_maximum_length(self, new_tokens: int) -> None:
-        # The target adds a token of its own to every draft.
+        # The target adds one bonus token to every draft.
         sequence = (5, 6, *range(10, 30), 5, 6)
         tree = draft(start(sequence, new_tokens=new_tokens))
         assert tree.height(0) == new_tokens - 1
@@ -103,7 +103,7 @@ class TestIndex:
         assert draft(state, drafter).tokens == [5, 6, 7]
         for token in (6, 9, 3):
             state.append(0, token)
-        # (9, 3) was generated, not read.
+        # (9, 3) was generated; it is not in the prompt.
         assert draft(state, drafter).tokens == [3, 5, 6]
 
     def test_growing_equals_starting_again(self) -> None:
@@ -144,7 +144,7 @@ class TestIndex:
 
 
 class TestPromptOnly:
-    """What was generated is looked for, but not copied."""
+    """Generated tokens are matched, but not copied."""
 
     def test_matches_and_copies_end_with_the_prompt(self) -> None:
         state = start((5, 6, 7, 8, 9), new_tokens=30)
@@ -153,7 +153,7 @@ class TestPromptOnly:
         )
         for drafted in (drafter, whole):
             assert draft(state, drafted).tokens == [9]
-        # The output repeats the prompt, and then itself.
+        # The last token first repeats the prompt (6), then only the output (1).
         for token in (1, 2, 3, 1, 2, 6):
             state.append(0, token)
         assert draft(state, drafter).tokens == [6, 7, 8, 9]

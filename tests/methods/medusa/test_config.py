@@ -44,7 +44,7 @@ def test_greedy_output_is_the_targets(head: Any) -> None:
 
 
 def test_the_likeliest_paths_are_sent() -> None:
-    """By products of probabilities, each parent before its children."""
+    """Nodes with the highest path probabilities are sent, each parent before its children."""
     head = speculator()
     with watch_drafts() as seen:
         generate(head, children=4, expanded_per_level=4, max_nodes=6)
@@ -75,7 +75,7 @@ def test_a_pass_a_round() -> None:
 
 
 def test_confidence_ends_a_draft() -> None:
-    """Random heads are never sure."""
+    """Random heads never reach a confidence of 1."""
     output = generate(medusa(), children=1, length_policy="confidence", confidence_threshold=1.0)
     assert output.spec_stats.drafted_tokens <= output.spec_stats.counters["rounds"]
 

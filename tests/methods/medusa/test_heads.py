@@ -34,13 +34,13 @@ TREE = [[0], [1], [2], [5], [0, 0], [0, 2], [1, 0], [5, 1], [0, 0, 0], [0, 0, 3]
 
 
 def prefixed(head: PublishedHead) -> PublishedHead:
-    """Version 1.0: a whole model, and the heads with a prefix."""
+    """Return the heads in the layout of version 1.0: prefixed, in a file of a whole model."""
     tensors = {f"medusa_head.{key}": tensor for key, tensor in head.tensors.items()}
     return published("medusa", head.config, {**tensors, "model.norm.weight": torch.ones(SIZE)})
 
 
 def check_drafts(folder: Path, head: PublishedHead, reference: Any, name: str = "llama") -> None:
-    """Every draft of a ragged batch, with the head saved and read back."""
+    """Check every draft of a ragged batch, with the head saved and read back."""
     file = "medusa_lm_head.safetensors" if head.family == "medusa" else "model.safetensors"
     with watch_drafts() as seen:
         build(name).generate(
@@ -73,7 +73,7 @@ def test_a_target_that_scales_its_embedding(tmp_path: Path) -> None:
 
 
 def test_counts_come_from_the_tensors(tmp_path: Path) -> None:
-    """The config says two heads, and three are there."""
+    """The config has two heads, but the file has three."""
     head = read_published(save(tmp_path, medusa()))
     assert head is not None
     assert head.config["medusa_num_heads"] == 2

@@ -22,7 +22,7 @@ from tests.tiny_models import VOCAB, build, prompts
 
 @pytest.mark.parametrize("vocabulary", [None, torch.tensor([2, 5, 7, 11, 40, 90])])
 def test_vllms_layout_is_read_back(vocabulary: Tensor | None, tmp_path: Path) -> None:
-    """Every draft of a ragged batch over several rounds, and the logits of two rounds."""
+    """All drafts of a ragged batch, and the logits of two rounds, equal the reference."""
     model, random = build("llama"), medusa(2)
     tensors = random.tensors
     if vocabulary is not None:

@@ -1,4 +1,4 @@
-"""Settings for training this kind of head."""
+"""Training settings of Medusa heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training Medusa heads: the loss, what they learn, and how they are read back."""
+"""Training of Medusa heads: loss, learning, resuming, and initial weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def logits_of(heads: MedusaHeads, state: Tensor, level: int) -> Tensor:
 def test_the_loss_is_that_of_every_head_at_every_place(
     model: PreTrainedModel, texts: list[Text], heads: MedusaHeads
 ) -> None:
-    """Head k reads the state of a token, and draws the token k + 1 places after the next one."""
+    """Head k reads the state of token i and predicts token i + k + 2 (k counts from 0)."""
     settings = replace(SETTINGS, max_context=None)
     expected, count = 0.0, 0
     for text in texts[:4]:
@@ -77,10 +77,10 @@ def test_the_loss_is_that_of_every_head_at_every_place(
     assert float(loss) == pytest.approx(expected, rel=1e-4)
 
 
-def test_drafts_do_not_depend_on_later_tokens(
+def test_learned_positions_alone_get_gradients(
     model: PreTrainedModel, texts: list[Text], heads: MedusaHeads
 ) -> None:
-    """A text that ends after a place gives no gradient to the states behind it."""
+    """Gradients reach only the states of the learned positions."""
     response = texts[0].response
     features = torch.randn(response.num_tokens - 1, model.config.hidden_size, requires_grad=True)
     loss, _ = LevelsLoss(heads, model, SETTINGS)(MicroBatch([Text(response, features)]))
@@ -88,7 +88,7 @@ def test_drafts_do_not_depend_on_later_tokens(
     assert features.grad is not None
     reached = features.grad.abs().sum(-1) > 0
     first = len(response.prompt) - 2
-    # The last state is the teacher's only.
+    # Only the teacher reads the last state.
     assert reached.tolist() == [first <= i < len(reached) - 1 for i in range(len(reached))]
 
 

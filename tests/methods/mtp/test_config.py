@@ -1,4 +1,4 @@
-"""MTP modules in generate(): drafts equal the reference in every layout, output the target's."""
+"""MTP modules in generate(): drafts equal the reference in every layout; output is exact."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TestParity:
         "broken", ["zeroes_first_embedding", "recycles_raw_output", "features_first"]
     )
     def test_a_wrong_reading_is_seen(self, broken: str) -> None:
-        """The tests above must catch each wrong switch."""
+        """The tests above must detect each wrong layout switch."""
         found = sample("llama", "index")
         head = copy.deepcopy(found.head)
         wrong = {broken: not getattr(head.layout, broken)}
@@ -64,12 +64,12 @@ class TestParity:
             check(found.model, head, CHAIN, Reference(found).logits)
 
     def test_norms_that_count_from_one(self) -> None:
-        """On a hybrid target, with its own layer called without a cache."""
+        """The target is hybrid; the reference uses a layer of its class, without a cache."""
         found = sample("qwen3_next", "qwen")
         check(found.model, found.head, CHAIN, Reference(found, own_layer(found)).logits)
 
     def test_what_transformers_says(self) -> None:
-        """A DeepSeek-V3 of three layers, whose module transformers itself does not find."""
+        """A three-layer DeepSeek-V3; `MtpModel` of transformers does not find its module."""
         found = sample("deepseek_v3", "index")
         check(found.model, found.head, TREE, TheirReference(found).logits)
 
@@ -106,7 +106,7 @@ class TestGenerate:
                 assistant=assistant,
                 return_dict_in_generate=True,
             ).spec_stats.accepted_by_position
-            # The last one is how `heads_for` names a module in the model's own files.
+            # `heads_for` names a module in the model's own files by the model, as in the last case.
             for assistant in (folder, None, found.model.name_or_path)
         ]
         assert outputs[0] == outputs[1] == outputs[2]

@@ -1,4 +1,4 @@
-"""An MTP head by itself: which files it reads, and that the target stays unchanged."""
+"""MTP heads without a drafter: the files they are read from, and an unchanged target."""
 
 from __future__ import annotations
 

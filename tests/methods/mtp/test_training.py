@@ -1,4 +1,4 @@
-"""Training MTP modules: the loss, what they learn, and the layouts in which they are written."""
+"""Training of MTP modules: learning, resuming, initial weights, and the written layouts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_resumed_training_is_the_same(
 def test_the_target_is_not_trained(
     model: PreTrainedModel, texts: list[Text], tmp_path: Path
 ) -> None:
-    # The shared tiny model may come from tests that froze it, or left gradients.
+    # Earlier tests may have frozen the shared tiny model or left gradients on it.
     model.requires_grad_(True).zero_grad()
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     train_mtp(model, texts, tmp_path, SETTINGS, replace(checks.RUN, epochs=1))
@@ -86,7 +86,7 @@ def test_a_new_module_passes_the_state_to_the_last_layer(model: PreTrainedModel)
 def test_every_layout_is_read_back(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A written module of any family drafts what the module in the target's own files drafts."""
+    """A written module of any family drafts the same as the module in the target's own files."""
     found = sample("llama", kind)
     config, tensors = layout(found.head, dict(named_weights(found.head)), found.model, 3)
     written = PublishedHead("mtp", config, tensors, tmp_path, "a-module")
@@ -138,7 +138,7 @@ class TestStart:
 
     @pytest.mark.parametrize("kind", ["index", "qwen"])
     def test_the_targets_own_module(self, kind: str, texts: list[Text], tmp_path: Path) -> None:
-        """It is copied: the module in use stays as it is."""
+        """Training copies the module; the one in use stays unchanged."""
         found = sample("llama", kind)
         before = {name: weight.clone() for name, weight in named_weights(found.head).items()}
         run = replace(checks.RUN, epochs=1)

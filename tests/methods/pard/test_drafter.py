@@ -36,7 +36,7 @@ LENGTHS = (12, 9, 5)
 
 @torch.no_grad()
 def reference(text: Sequence[int], places: int = PLACES) -> Tensor:
-    """(places, V) what the model says after the text and after every mask, without any cache."""
+    """Return (places, V) probabilities after the text and after each mask, without a cache."""
     ids = torch.tensor([[*text, *[MASK] * (places - 1)]])
     return pard_model("llama")(ids, use_cache=False).logits[0, -places:].softmax(dim=-1)
 
@@ -50,7 +50,7 @@ def draft(drafter: PardDrafter, state: GenerationState) -> DraftTree:
 def accept(
     drafter: PardDrafter, state: GenerationState, tree: DraftTree, counts: Sequence[int]
 ) -> None:
-    """Take so many tokens of each row's chain, and a bonus token that it did not have."""
+    """Accept the first `counts[row]` tokens of each row's chain, and add a bonus token."""
     accepted = [list(tree.nodes(row)[1 : count + 1]) for row, count in enumerate(counts)]
     verdict = Verdict(tree, accepted, [7] * len(counts))
     for row in range(len(counts)):
@@ -81,7 +81,7 @@ class TestParity:
     def test_what_a_mask_left_is_not_what_its_token_leaves(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The same with a cache that keeps accepted drafts; the test above must not pass then."""
+        """With a cache that keeps accepted drafts, the test above must fail."""
         keep = ModelRunner.keep
         monkeypatch.setattr(ModelRunner, "keep", lambda self, _: keep(self, [[1, 2], [], [1]]))
         state = start(ragged_batch(LENGTHS))
@@ -205,7 +205,7 @@ class TestLengths:
 
 
 def test_greedy_output_of_trees_is_the_targets_own() -> None:
-    """Chains and length policies: tests/methods/test_contract.py."""
+    """Chains and length policies are tested in tests/methods/test_contract.py."""
     batch = ragged_batch()
     model = build("llama")
     plain = model.generate(**batch, max_new_tokens=16, do_sample=False)
@@ -222,7 +222,7 @@ def test_greedy_output_of_trees_is_the_targets_own() -> None:
 
 
 def test_sampled_output_has_the_targets_distribution() -> None:
-    """More draws, and a broken twin that they find, are in tests/test_distribution.py."""
+    """tests/test_distribution.py uses more draws, and detects a broken twin."""
     assert worst_p_value([REPETITIVE], TOP_K, "pard", draws=600) > ALPHA
 
 

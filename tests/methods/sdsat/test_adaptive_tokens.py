@@ -65,7 +65,7 @@ class TestEmbedded:
                 part.requires_grad_(True)
         with tokens.active(model), tokens.embedded(model, MIXED) as embeddings:
             logits = model(inputs_embeds=embeddings).logits
-        # Tokens before the first adaptive token do not depend on any.
+        # Tokens before the first adaptive token do not depend on adaptive tokens.
         logits[0, :2].sum().backward(retain_graph=True)
         assert not tokens.embeddings.grad.any()  # type: ignore[union-attr]
         logits[0, 2].sum().backward()
@@ -87,7 +87,7 @@ class TestTheBaseIsUntouched:
             mixed = torch.cat([ids, torch.tensor([[-1, -1]])], dim=1)
             with tokens.embedded(model, mixed) as embeddings:
                 after = model(inputs_embeds=embeddings).logits
-            # Another number of rows may round the last bit of a product otherwise.
+            # With another number of rows, a matmul may round its last bit differently.
             torch.testing.assert_close(after[:, :-2], before, atol=1e-4, rtol=1e-4)
             assert torch.equal(model(ids).logits, before)
         assert torch.equal(model(ids).logits, before)
@@ -95,7 +95,7 @@ class TestTheBaseIsUntouched:
     @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
     @torch.no_grad()
     def test_ordinary_rows_do_not_depend_on_the_adapter(self, name: str) -> None:
-        """With equal numbers of rows the ordinary ones stay bit-identical for any LoRA."""
+        """With equal numbers of rows, the ordinary ones stay bit-identical for any LoRA."""
         model = build(name)
         ids = torch.cat([repetitive_prompt(), torch.tensor([[-1, -1, -1]])], dim=1)
         found = []
@@ -214,7 +214,7 @@ class TestAdapters:
 
 
 class TestMergedLora:
-    """Mode "lora" is another model: it has to be merged first, and then generates exactly."""
+    """Mode "lora" changes the model: it must be merged first; then the output is exact."""
 
     def test_it_is_refused_until_it_is_merged(self, tmp_path: Path) -> None:
         model = copy.deepcopy(build("llama"))

@@ -35,7 +35,7 @@ from tests.tiny_models import (
     tokenizer,
 )
 
-# Every token is among the drafts of the first place, so that something is always accepted.
+# Every token is a draft for the first position, so at least one draft is always accepted.
 SURE: list[tuple[int, ...]] = [*((rank,) for rank in range(VOCAB)), *((r, 0) for r in range(VOCAB))]
 TREES = list(published_trees("sdsat"))
 BOTH = pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
@@ -117,7 +117,7 @@ class TestTheLoops:
     def test_the_published_one_takes_two_forwards_of_the_target(self) -> None:
         model = build("llama")
         config = SdsatConfig(tree=SURE)
-        prompts("llama", "one")  # Made once, with forwards of its own.
+        prompts("llama", "one")  # Cached; building it runs forward passes.
         with count_forwards(model) as calls:
             stats = generate(
                 "llama", spec_strategy=config, assistant=sdsat_adapter("llama")
@@ -127,18 +127,18 @@ class TestTheLoops:
         counters = stats.counters
         assert counters["fused_rounds"] == 0
         assert counters["adaptive_rounds"] == counters["verify_rounds"] > 1
-        # Both draft tokens at most, in every second forward; each forward adds a token of its own.
+        # Each second forward pass accepts 1 or 2 draft tokens; every pass adds a token of its own.
         assert counters["verify_rounds"] <= stats.accepted_tokens <= 2 * counters["verify_rounds"]
         assert stats.accepted_tokens + stats.target_forwards == 24
         assert stats.tau == stats.accepted_tokens / stats.target_forwards
         assert stats.drafted_by_position[0] == counters["verify_rounds"]
-        # Two adaptive tokens each, but no more than there is room for.
+        # Two adaptive tokens per round, fewer near the maximum length.
         assert counters["adaptive_nodes"] <= 2 * counters["adaptive_rounds"]
 
     def test_the_fused_one_takes_one(self) -> None:
         model = build("llama")
         config = SdsatConfig(tree=SURE, fused=True)
-        prompts("llama", "one")  # Made once, with forwards of its own.
+        prompts("llama", "one")  # Cached; building it runs forward passes.
         with count_forwards(model) as calls:
             stats = generate(
                 "llama", spec_strategy=config, assistant=sdsat_adapter("llama")
@@ -147,12 +147,12 @@ class TestTheLoops:
         assert stats.counters["adaptive_rounds"] == 1
         rounds = stats.counters["fused_rounds"] + stats.counters["verify_rounds"]
         assert stats.accepted_tokens + stats.target_forwards == 24
-        # But the first one, and the last one where there is room for one token alone.
+        # All but the first pass, and the last one if there is room for only one token.
         assert rounds >= stats.target_forwards - 2
         assert rounds <= stats.accepted_tokens
 
     def test_drafts_are_what_the_target_says_behind_adaptive_tokens(self) -> None:
-        """Both loops draft the same after the same text, and that is what plain forwards say."""
+        """Both loops draft the tokens that plain forward passes predict after the same text."""
         model = build("llama")
         adapter = random_adaptive_tokens(model, "embeddings", diverse=True)
         vectors = adapter.tensors["embeddings"].float()
@@ -187,7 +187,7 @@ class TestTheLoops:
             drafter.observe(verdict, ForwardOutput(predicted))
             second = drafter.draft(state, state.draft_limits)
         assert second.tokens[:3] == [20, 21, 30]
-        # Chains after the two others alone.
+        # Only the two other nodes have chains.
         assert second.tokens[3:] == [-1] * 6
 
     @pytest.mark.parametrize(("room", "adaptive"), [(1, 0), (2, 0), (3, 1), (4, 2), (9, 3)])
@@ -203,7 +203,7 @@ class TestTheLoops:
     def test_a_budget_keeps_the_likeliest_chains(self) -> None:
         config = SdsatConfig(num_adaptive=2, fused=True, max_adaptive_nodes=3)
         drafter, state = drafting(sdsat_adapter("llama"), config, repetitive_prompt()[0].tolist())
-        # The first draft is nearly certain, the second one is not: the walk ends in between.
+        # The first draft token is nearly certain, the second is not: verification ends in between.
         predicted = torch.zeros(3, VOCAB)
         predicted[0, 10] = predicted[1, 11] = 20.0
         predicted[2, 12] = 0.5
@@ -237,7 +237,7 @@ def drafting(
 
 class TestTheModelIsLeftAsItWas:
     def test_a_second_generation_while_the_first_one_waits(self) -> None:
-        """The hooks of one do not act in the other, whichever kind that is."""
+        """Hooks of one generation do not act in the other, with or without SDSAT."""
         model = copy.deepcopy(build("llama"))
         expected = model.generate(repetitive_prompt(), max_new_tokens=8, do_sample=False)
         before = snapshot(model)
@@ -345,7 +345,7 @@ class TestOptions:
 
 
 class TestPathSampling:
-    """The published rule, if it is configured."""
+    """The published acceptance rule, if it is configured."""
 
     def test_it_is_taken_only_when_it_was_asked_for_and_the_target_samples(self) -> None:
         for lossy in (False, True):

@@ -16,7 +16,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def letters(markers: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """One token per letter, then the markers."""
+    """Return a tokenizer of one token per letter, then the markers."""
     vocab = {word: index for index, word in enumerate([*LETTERS, *markers])}
     backend = Tokenizer(WordLevel(vocab, unk_token="a"))
     backend.pre_tokenizer = Split("", "isolated")

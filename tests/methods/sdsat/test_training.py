@@ -102,7 +102,7 @@ class TestTraining:
     def test_rate_and_clean_loss_are_recorded(
         self, model: PreTrainedModel, examples: list[Example], tmp_path: Path, mode: Any
     ) -> None:
-        """The loss on clean text where training changes it."""
+        """The loss on clean text is recorded if training can change it."""
         settings = replace(SETTINGS, mode=mode)
         run = replace(RUN, learning_rate=None, epochs=1, evaluate_every=1)
         train_sdsat(model, examples, tmp_path / "out", settings, run)
@@ -186,7 +186,7 @@ class TestLoss:
     def test_standard_tokens_after_a_replaced_one_give_no_gradient(
         self, model: PreTrainedModel, examples: list[Example], mode: str
     ) -> None:
-        """The improved loss reads the mixed text at its adaptive positions alone."""
+        """The improved loss reads the mixed text only at its adaptive positions."""
         read: list[tuple[set[tuple[int, int]], set[tuple[int, int]] | None]] = []
         settings = replace(SETTINGS, mode=mode, layout="replaced")
         student = Student(model, settings)
@@ -208,13 +208,13 @@ class TestLoss:
         assert len(mixed) == 1
         places, adaptive = mixed[0]
         assert places == adaptive
-        # The clean half is run where it teaches something, and reads every answer token.
+        # The clean half runs only if training changes the model on clean text.
         assert len(read) == (2 if mode == "lora" else 1)
 
     def test_the_gradient_of_a_standard_label_is_exactly_zero(
         self, model: PreTrainedModel, examples: list[Example]
     ) -> None:
-        """Labels after standard tokens of the mixed half can be anything."""
+        """Labels after standard tokens of the mixed half have no effect."""
         settings = replace(SETTINGS, mode="embeddings", layout="replaced", start_share=0.2)
         student = Student(model, settings)
         text = Text.of(examples[0])
@@ -273,7 +273,7 @@ class TestLoss:
             assert count == sum(len(text.tokens) - text.first for text in texts)
             totals.append(float(total.detach()))
         assert totals[2] - totals[0] == pytest.approx(3 * (totals[1] - totals[0]), rel=1e-3)
-        # A LoRA that changes nothing yet: the clean half is the model's own cross-entropy.
+        # The LoRA changes nothing yet, so the clean half is the model's own cross-entropy.
         clean = 0.0
         with torch.no_grad():
             for text in texts:
@@ -285,7 +285,7 @@ class TestLoss:
     def test_code_between_named_markers(
         self, model: PreTrainedModel, examples: list[Example], tokenizer: Any
     ) -> None:
-        """Answers of the infilling task are put around, with markers that training keeps."""
+        """Answers of the infilling task are rearranged, with markers that are never replaced."""
         settings = replace(SETTINGS, infilling=1.0, infilling_markers=("w0", "w1", "w2"))
         infilling = Infilling.of(tokenizer, settings.infilling_markers)
         student = Student(model, settings, infilling)

@@ -1,4 +1,4 @@
-"""Many adaptive chains at once equal chains one by one; positions of windows."""
+"""Adaptive chains that run at once equal chains run one by one; positions of windows."""
 
 from __future__ import annotations
 
@@ -76,17 +76,18 @@ def free_positions(length: int, first: int) -> torch.Tensor:
 
 
 def drawn(window: int, seed: int = 0, share: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
-    """(W, 2) starts and lengths, and the slots of all positions."""
+    """Return (W, 2) starts and lengths of windows, and the slots of all positions."""
     free = free_positions(LENGTH, 1)
     windows = draw_windows(free, window, torch.Generator().manual_seed(seed), share)
     return torch.tensor(windows), slots_of(windows, LENGTH)
 
 
 def replaced_share(window: int, share: float = 0.1) -> float:
-    """A position stays if none of the L positions up to it starts a window that reaches it.
+    """Return the expected share of replaced positions.
 
-    A start j places before reaches it with probability (L - j) / L. Starts are drawn without
-    replacement, which for ten thousand positions is as good as apart from each other.
+    A position stays if none of the L positions up to it starts a window that reaches it. A start j
+    positions before reaches it with probability (L - j) / L. Starts are drawn without replacement;
+    among 10,000 positions they are nearly independent.
     """
     stays = 1.0
     for back in range(window):
@@ -115,7 +116,7 @@ def test_lengths_are_uniform(window: int) -> None:
 
 @pytest.mark.parametrize(("window", "share"), [(3, 0.19), (5, 0.27), (7, 0.34)])
 def test_share_of_replaced_tokens(window: int, share: float) -> None:
-    """The shares that PAPERS.md measured, and the formula for them."""
+    """Measured shares match the formula and known values."""
     found = [float((drawn(window, seed)[1] >= 0).float().mean()) for seed in range(10)]
     mean = sum(found) / len(found)
     assert mean == pytest.approx(replaced_share(window), abs=0.004)
@@ -133,7 +134,7 @@ def test_windows_meet_and_runs_grow_longer_than_one(window: int) -> None:
             runs.append(run)
             run = 0
     assert max(runs) > window
-    # Whatever the runs, slots count from a start and stay below L.
+    # In runs of any length, slots count from the newest start and stay below L.
     assert int(slots.max()) == window - 1
     before, after = slots[:-1], slots[1:]
     inner = after > 0

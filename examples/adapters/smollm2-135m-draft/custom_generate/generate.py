@@ -1,6 +1,6 @@
-"""Generates with this adapter: custom_generate=<its repository>, trust_remote_code=True.
+"""Generate with this adapter: custom_generate=<its repository>, trust_remote_code=True.
 
-Needs the package hf-spec (see requirements.txt), which does the work.
+Requires the package hf-spec (see requirements.txt).
 """
 
 from hf_spec import custom_generate as generate
