@@ -57,7 +57,7 @@ class TestRoundTrip:
         assert config["peft_type"] == "HF_SPEC"
         assert config["base_model_name_or_path"] == adapter.base.name
 
-    def test_it_is_recognised(self, tmp_path: Path, adapter: SpecAdapter) -> None:
+    def test_it_is_recognized(self, tmp_path: Path, adapter: SpecAdapter) -> None:
         assert not is_adapter(tmp_path)
         save_adapter(tmp_path, adapter)
         assert is_adapter(tmp_path)
@@ -140,7 +140,7 @@ class TestBeside:
             ("org/draft@v1", None, "org/draft@v1"),
         ],
     )
-    def test_neighbours(
+    def test_neighbors(
         self,
         tmp_path: Path,
         adapter: SpecAdapter,

@@ -205,7 +205,7 @@ class TestFetch:
             )
             assert output.shape == (1, 7)
 
-    def test_the_neighbour_that_it_names(self, hub: LocalHub, tmp_path: Path) -> None:
+    def test_the_neighbor_that_it_names(self, hub: LocalHub, tmp_path: Path) -> None:
         disco = sample("disco")
         options = {**disco.options, "draft": "../draft"}
         adapter = SpecAdapter("disco", disco.base, options, disco.tensors)

@@ -1,4 +1,4 @@
-"""Settings of calibrations: what they refuse."""
+"""Validation of the evaluation settings."""
 
 from __future__ import annotations
 

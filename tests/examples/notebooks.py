@@ -1,8 +1,8 @@
-"""Executes the notebooks of examples/.
+"""Execute the notebooks of examples/.
 
-`python -m tests.examples.notebooks [NAME ...]` renews their outputs.
+`python -m tests.examples.notebooks [NAME ...]` regenerates their outputs.
 
-Outputs on standard error are left out: progress and warnings tell of a machine, not of the library.
+Output to stderr is dropped: progress bars and warnings depend on the machine, not on the library.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.examples.stand_ins import STAND_INS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
-# What needs a large model is run with a stand-in, whose outputs would tell nobody anything.
+# Notebooks for large models run with tiny stand-ins, whose outputs are useless to a reader.
 RECORDED = [path for path in NOTEBOOKS if path.stem not in STAND_INS]
-# Of one cell, in seconds: a training on two cores that are busy otherwise.
+# Seconds per cell: enough for training on two cores that are also busy with other work.
 TIMEOUT = 1800
 
-# What a reader's machine does not have: our folders, addresses and errors.
+# Text that must not appear in outputs: local folders, other addresses, and errors.
 OUT_OF_PLACE = re.compile(
     r"(?<![\w.])(?:/(?:root|home|tmp|work|workspace|Users|opt|usr|var|mnt|private)/|[A-Z]:\\)"
     r"|Traceback|https?://(?!huggingface\.co|arxiv\.org|www\.w3\.org)"
@@ -42,14 +42,13 @@ def execute(
     smaller: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Any:
-    """Run a notebook, with everything it may keep in a folder that goes.
+    """Run a notebook, with its caches in a temporary folder.
 
     Args:
-        path: of the notebook, which is left as it is.
-        environment: variables that the kernel sees beside those of this process.
-        smaller: texts of its cells and what stands for them in this run, so that it takes less
-            time; each must be there.
-        folder: where it runs, by default its own.
+        path: the notebook, which is not changed.
+        environment: additional environment variables of the kernel.
+        smaller: replacements of text in the cells that shorten this run; each text must occur.
+        folder: working directory. Default: the notebook's folder.
 
     Returns:
         The notebook with new outputs.
@@ -91,7 +90,7 @@ def execute(
 
 
 def faults(notebook: Any) -> list[str]:
-    """What is wrong with the outputs of a notebook."""
+    """Return the problems in the outputs of a notebook."""
     found = []
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type != "code":
@@ -111,7 +110,7 @@ def faults(notebook: Any) -> list[str]:
 
 
 def main(names: list[str]) -> None:
-    """Execute the named notebooks, all that are recorded by default, and write their outputs."""
+    """Execute the named notebooks (default: all recorded ones) and write their outputs."""
     for path in [EXAMPLES / f"{name}.ipynb" for name in names] or RECORDED:
         start = time.perf_counter()
         nbformat.write(execute(path), path)

@@ -1,4 +1,4 @@
-"""Tiny random models under the names of those that a notebook loads, so that it runs as it is."""
+"""Tiny random models under the names that a notebook loads, so that it runs unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITH_IMAGES = (
 
 
 def qwen3_and_its_head(folder: Path) -> None:
-    """Qwen3-8B's architecture, and an EAGLE-3 head in the layout of the published one."""
+    """Save a tiny Qwen3 as Qwen3-8B, and an EAGLE-3 head in the layout of the published one."""
     tokenizer = tiny_models.speller()
     tokenizer.chat_template = TEMPLATE
     _save(tiny_models.build("qwen3"), tokenizer, folder / "Qwen" / "Qwen3-8B")
@@ -33,7 +33,7 @@ def qwen3_and_its_head(folder: Path) -> None:
 
 
 def llava(folder: Path) -> None:
-    """LLaVA 1.5's architecture with a processor of its kind, for images of 32 x 32."""
+    """Save a tiny LLaVA as LLaVA 1.5, with a processor of its kind for 32 x 32 images."""
     torch.manual_seed(0)
     tokenizer = tiny_models.speller()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -63,5 +63,5 @@ def _save(model: Any, reader: Any, folder: Path) -> None:
     reader.save_pretrained(folder)
 
 
-# By the notebook that is run with them.
+# Stand-ins by the name of the notebook that uses them.
 STAND_INS = {"eight_billion_on_colab": qwen3_and_its_head, "images": llava}

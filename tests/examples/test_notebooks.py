@@ -1,4 +1,4 @@
-"""The notebooks and scripts of examples/ run, and the outputs that lie there are whole."""
+"""The notebooks and scripts of examples/ run, and the committed outputs are complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.examples.stand_ins import STAND_INS
 from tests.forked_python import ForkedPython
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
-# Those that need another tool are run where that is tested.
+# Scripts that need another tool run in the tests of that tool.
 ALONE = [path for path in SCRIPTS if path.name != "ray_data.py"]
 TOPICS = {
     "quickstart",
@@ -35,7 +35,7 @@ TOPICS = {
 
 
 def contents() -> dict[str, int]:
-    """Every file below examples/ and when it was written."""
+    """Return the modification time of every file below examples/."""
     files = (path for path in EXAMPLES.rglob("*") if path.is_file())
     return {str(path.relative_to(EXAMPLES)): path.stat().st_mtime_ns for path in files}
 
@@ -85,7 +85,7 @@ def test_the_documentation_names_every_notebook_and_script() -> None:
     assert names == {path.name for path in [*NOTEBOOKS, *SCRIPTS]}
 
 
-# The cells run as they are, on fewer prompts and shorter answers than the outputs that lie there.
+# Replacements in the cells: fewer prompts and shorter responses than in the committed outputs.
 SMALLER = {
     "batches": {'"max_new_tokens": 40': '"max_new_tokens": 16'},
     "disco": {
@@ -124,13 +124,13 @@ SMALLER = {
 }
 
 
-# The same of the scripts.
+# Replacements in the scripts.
 SHORTER = {
     "batches": {"max_new_tokens=64": "max_new_tokens=16"},
     "five_methods": {'"max_new_tokens": 48': '"max_new_tokens": 16'},
     "quickstart": {'"max_new_tokens": 64': '"max_new_tokens": 24'},
 }
-# Runs a changed text as if it were the file, in a folder; it is told both names.
+# Runs changed source code under the path of the original file, in a working directory.
 RUN = """
 import os, sys
 source, path, folder = sys.argv
@@ -142,7 +142,7 @@ exec(compile(source, path, "exec"), {"__file__": path, "__name__": "__main__"})
 @pytest.mark.full
 @pytest.mark.parametrize("name", STAND_INS)
 def test_notebooks_run_with_stand_ins(name: str, tmp_path: Path) -> None:
-    """As they are, where tiny models have the names of the large ones."""
+    """Tiny models have the names of the large ones, so the notebooks need no other changes."""
     STAND_INS[name](tmp_path)
     notebook = execute(EXAMPLES / f"{name}.ipynb", {"HF_HUB_OFFLINE": "1"}, SMALLER[name], tmp_path)
     assert faults(notebook) == []
@@ -165,7 +165,7 @@ def test_notebooks_run(path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.real
 def test_the_shared_adapter_is_pushed_and_fetched(tmp_path: Path) -> None:
-    """With a name on a Hub, which here is one on loopback."""
+    """With `HUB_OWNER`, the adapter goes to a Hub, here a local one."""
     with local_hub("hf_local") as hub:
         environment = {
             "HF_ENDPOINT": hub.url,
@@ -189,7 +189,7 @@ def test_the_shared_adapter_is_pushed_and_fetched(tmp_path: Path) -> None:
 @pytest.mark.real
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.stem)
 def test_scripts_run(path: Path, tmp_path: Path, new_python: ForkedPython) -> None:
-    """From any folder."""
+    """The working directory does not matter."""
     source = path.read_text(encoding="utf-8")
     for text, shorter in SHORTER.get(path.stem, {}).items():
         assert text in source

@@ -225,12 +225,12 @@ def test_weights_from_elsewhere_are_used_at_once(tmp_path: Path) -> None:
     trainer = grpo(new_policy(), tmp_path, {"spec_strategy": "lookup"})
     found = Rollouts()
     found.watch(trainer)
-    optimise = trainer.training_step
+    optimize = trainer.training_step
 
     def step(*args: Any, **options: Any) -> Any:
         for parameter in trainer.model.parameters():
             parameter.data.mul_(1.01)
-        return optimise(*args, **options)
+        return optimize(*args, **options)
 
     trainer.training_step = step
     trainer.train()

@@ -110,8 +110,8 @@ class Page:
         """Return the number in the slider's field, counted from 1."""
         return int(str(self.one("#round input[type=number]").get_attribute("value")))
 
-    def boxes(self, colour: str = "") -> int:
-        return len(self.all(f'#picture svg rect[rx="3"]{colour}'))
+    def boxes(self, color: str = "") -> int:
+        return len(self.all(f'#picture svg rect[rx="3"]{color}'))
 
 
 @pytest.fixture(scope="module")
@@ -165,15 +165,15 @@ def test_both_answers_are_that_of_generate(answered: Page) -> None:
     assert titles == ["plain generate()", LOOKUP]
 
 
-def test_accepted_drafts_are_coloured(answered: Page) -> None:
+def test_accepted_drafts_are_colored(answered: Page) -> None:
     first, second = answered.all(".hs-answers section")
     assert not first.find_elements(By.CSS_SELECTOR, ".hs-drafted")
     drafted = second.find_elements(By.CSS_SELECTOR, ".hs-drafted")
     assert drafted
-    colour = tuple(int(ACCEPTED[i : i + 2], 16) for i in (1, 3, 5))
+    color = tuple(int(ACCEPTED[i : i + 2], 16) for i in (1, 3, 5))
     for piece in drafted:
         seen = re.findall(r"[\d.]+", piece.value_of_css_property("background-color"))
-        assert tuple(map(int, seen[:3])) == colour
+        assert tuple(map(int, seen[:3])) == color
 
 
 def test_figures(answered: Page) -> None:

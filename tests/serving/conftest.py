@@ -1,4 +1,4 @@
-"""A server in this process on a free port of 127.0.0.1, and a real client."""
+"""Fixtures: a server in this process on a free port of 127.0.0.1, and a real client."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from hf_spec.serving.manager import SpeculativeManager
 from hf_spec.serving.settings import ServeSettings
 from tests import tiny_models
 
-# Syllables; the long word is one that transformers tries stop strings with.
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{% endfor %}"
 
-# Seconds: nothing here waits longer.
+# Maximum wait in seconds.
 LIMIT = 60.0
 
 
@@ -35,17 +34,17 @@ class Served:
     server: Any
 
     def ask(self, text: str = "babebi", **given: Any) -> Any:
-        """One chat completion, greedy and of 12 tokens unless told otherwise."""
+        """Request a chat completion; the defaults are greedy decoding and 12 tokens."""
         settings = {"temperature": 0, "max_tokens": 12, **given}
         messages = settings.pop("messages", [{"role": "user", "content": text}])
         return self.client.chat.completions.create(model=self.model, messages=messages, **settings)
 
     def text(self, text: str = "babebi", **given: Any) -> str:
-        """The whole answer."""
+        """Return the whole response text."""
         return str(self.ask(text, **given).choices[0].message.content)
 
     def metric(self, name: str) -> float:
-        """One line of `/metrics`, without its prefix."""
+        """Return a value of `/metrics` by its name without prefix, 0 if it is missing."""
         import httpx2
 
         for line in httpx2.get(f"{self.url}/metrics").text.splitlines():
@@ -54,7 +53,7 @@ class Served:
         return 0.0
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Until it is so, within bounds."""
+        """Wait until `done` returns True, at most `LIMIT` seconds."""
         ends = time.monotonic() + LIMIT
         while not done():
             assert time.monotonic() < ends, "not within bounds"
@@ -62,7 +61,7 @@ class Served:
 
 
 def speller() -> Any:
-    """A tokenizer of syllables with a chat template."""
+    """Return a syllable tokenizer with a chat template."""
     tokenizer = tiny_models.speller()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -70,7 +69,7 @@ def speller() -> Any:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama, with that tokenizer."""
+    """Return the folder of the tiny Llama with the syllable tokenizer."""
     made = tmp_path_factory.mktemp("served") / "model"
     tiny_models.build("llama").save_pretrained(made)
     speller().save_pretrained(made)
@@ -78,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain(text: str, new_tokens: int = 12, **settings: Any) -> str:
-    """What plain `generate()` answers to a chat of one message."""
+    """Return the response of plain `generate()` to a chat of one message."""
     tokenizer = speller()
     given = tokenizer(f"user{text}", return_tensors="pt")
     with torch.no_grad():
@@ -91,14 +90,14 @@ def plain(text: str, new_tokens: int = 12, **settings: Any) -> str:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Served]]:
-    """Start servers; all are stopped at the end."""
+    """Return a function that starts servers; all are stopped after the test."""
     with starting(folder) as begin:
         yield begin
 
 
 @contextmanager
 def starting(folder: Path) -> Iterator[Callable[..., Served]]:
-    """Yield what starts servers; all are stopped at the end."""
+    """Yield a function that starts servers; all are stopped on exit."""
     pytest.importorskip("fastapi", reason="needs the extra 'serve'")
     openai = pytest.importorskip("openai", reason="needs the extra 'serve'")
 
@@ -132,9 +131,10 @@ def starting(folder: Path) -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
-    """One server for all tests of a file, with lookup and two sequences at a time.
+    """Start one server for all tests of a module, with lookup and two sequences at a time.
 
-    Stopping a server takes a second. Tests compare its counters with those before.
+    It is shared because stopping a server takes a second. Tests compare its counters with
+    earlier values.
     """
     with starting(folder) as begin:
         yield begin(max_batch=2)
@@ -142,5 +142,5 @@ def served(folder: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def fresh(start: Callable[..., Served]) -> Served:
-    """The same for one test, which may stop it."""
+    """Start such a server for one test, which may stop it."""
     return start(max_batch=2)

@@ -1,4 +1,4 @@
-"""transformers' server with a strategy, asked by OpenAI's own client."""
+"""The transformers server with a strategy, called by OpenAI's client."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class TestMistakes:
                 list(served.ask(TEXTS[0], stream=stream))
         assert not isinstance(failed.value, openai.BadRequestError)
         assert served.metric(FAILED) == failures + 1
-        # On the same connections: a client knows which of them the failure has closed.
+        # On the same connections: the client notices which of them the failure has closed.
         for text in TEXTS[:2]:
             assert served.text(text) == plain(text)
 

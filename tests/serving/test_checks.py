@@ -1,4 +1,4 @@
-"""What a request may hold: wrong settings are named, and none of them reaches another request."""
+"""Request validation: errors name the invalid setting, and no other request is affected."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ CONFIGS = [
     ({"stop_strings": [5]}, "stop"),
     ({"max_time": float("inf")}, "max_time"),
     ({"spec_strategy": "none"}, "spec_strategy"),
-    # Without a token that ends a sequence, which a config of its own does not have.
+    # Needs an end-of-sequence token, which a request's own config does not have.
     ({"exponential_decay_length_penalty": [1, 2.0]}, "dtype of NoneType"),
 ]
 
 
 class TestOneWrongRequest:
-    """All of them to one server, beside a stream that none of them may change."""
+    """Invalid requests to one shared server, which must not change other responses."""
 
     @pytest.fixture(scope="class")
     def shared(self, shared_server: Served) -> Served:

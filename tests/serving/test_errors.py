@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask a server: names, origins, keys."""
+"""Access control of a server: host names, origins, and API keys."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_every_response_has_the_id_of_its_request(served: Served) -> None:
 
 @pytest.mark.parametrize("sizes", [(60, 60, 0), (60, 60), (120,)], ids=str)
 def test_the_parts_of_a_body_have_one_limit(sizes: tuple[int, ...]) -> None:
-    """Over a network, it depends on the time how many parts are read at once."""
+    """Over a network, the number of parts that are read at once depends on timing."""
     more = [True] * (len(sizes) - 1) + [False]
     parts = (
         {"type": "http.request", "body": b" " * size, "more_body": later}

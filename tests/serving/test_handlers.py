@@ -1,4 +1,4 @@
-"""Requests are read outside the event loop, by errors that clients understand; the one model."""
+"""Handlers: parsing outside the event loop, client errors as status 400, and the single model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_no_other_model_is_loaded(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_health_answers_while_requests_are_read(start: Callable[..., Served]) -> None:
-    """A chat template that runs for seconds, prompts and stop strings as long as they may be."""
+    """The requests have slow chat templates, or prompts and stop strings of maximum size."""
     served = start(client_templates=True, max_stop=500)
     slow = "{% for a in range(1500) %}{% for b in range(1000) %}{% endfor %}{% endfor %}"
     bodies = [{"chat_template_kwargs": {"chat_template": slow + "user"}}] * 4

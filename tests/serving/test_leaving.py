@@ -1,4 +1,4 @@
-"""Clients that leave, and a server that is told to end."""
+"""Clients that disconnect, and servers that shut down."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESSAGES = [{"role": "user", "content": "babebi"}]
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that take long, so that answers do."""
+    """Slow down the decoding steps, so that responses take long."""
     from hf_spec.engine.decode.continuous_batching import OpenBatch
 
     step = OpenBatch.step

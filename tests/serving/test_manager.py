@@ -1,4 +1,4 @@
-"""What the handlers of transformers' server get their answers from."""
+"""The manager from which the handlers of transformers' server get their responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The endpoints: which exist, and for which model."""
+"""HTTP endpoints: which exist, and for which model."""
 
 from __future__ import annotations
 

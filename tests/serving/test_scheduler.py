@@ -1,4 +1,4 @@
-"""The thread that runs a model: order, cancellation, failures, and what is counted."""
+"""The scheduler thread: order, cancellation, failures, and counters."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_no_more_wait_than_may() -> None:
 
 
 def test_an_error_of_one_request_leaves_the_others_exact(scheduler: Scheduler) -> None:
-    # No model has this token, which is set in the last step.
+    # No vocabulary contains this token id, which is forced in the last step.
     config = greedy(forced_eos_token_id=10**6)
     poison = scheduler.generation.prepare("poison", PROMPTS[3], config)
     futures = [submit(scheduler, 0), scheduler.submit(poison, lambda tokens: None)]

@@ -1,4 +1,4 @@
-"""What a server may be told."""
+"""Settings of a server: defaults and validation."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""The tiny model and the prompts of the benchmarks' tests."""
+"""Fixtures of the benchmark tests: the tiny model and the prompts."""
 
 from tests.evaluation.bench.conftest import *  # noqa: F403

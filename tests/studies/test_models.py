@@ -1,4 +1,4 @@
-"""Model and tokenizer that the studies load."""
+"""Loading of the model and the tokenizer for the studies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the studies share that take times."""
+"""Timing and records, as shared by the studies."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from examples.studies import trainings
 
 
 def trained(folder: Path, *ends: float) -> Path:
-    """What a training of two steps leaves, with an evaluation after every one."""
+    """Write the files of a training with an evaluation after every step; return its folder."""
     (folder / "training").mkdir(parents=True)
     start = {"settings": {"epochs": 1}, "environment": {}, "packages": {}, "command": "private"}
     (folder / "training" / "run.json").write_text(json.dumps({"starts": [{}, start]}))

@@ -24,7 +24,7 @@ def green_words(page: str) -> int:
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 5, 6, 7, 30])
-def test_coloured_are_the_accepted_draft_tokens(responder: Responder, max_new_tokens: int) -> None:
+def test_colored_are_the_accepted_draft_tokens(responder: Responder, max_new_tokens: int) -> None:
     page = io.StringIO()
     console = Console(file=page, force_terminal=True, color_system="standard", width=40)
     streamer = ConsoleStreamer(responder.tokenizer, console, "green")

@@ -58,7 +58,7 @@ def test_every_answer_knows_what_was_said(talk: Talk) -> None:
     assert contents == ["w90", "w11 w12", first, "w13", second]
 
 
-def test_colours_and_statistics_agree(talk: Talk) -> None:
+def test_colors_and_statistics_agree(talk: Talk) -> None:
     page = talk.say("w11 w12 w13 w11 w12 w13", "w11 w12 w13", "/stats")
     answers, _, table = page.rpartition("last answer:")
     last, together = (part.split() for part in table.split("all:"))

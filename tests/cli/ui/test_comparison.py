@@ -62,7 +62,7 @@ def test_the_picture_is_that_of_the_round(comparison: Comparison) -> None:
     assert len(set(pictures)) > 1
 
 
-def test_without_drafts_nothing_is_coloured(compared: Any) -> None:
+def test_without_drafts_nothing_is_colored(compared: Any) -> None:
     found = compared("none")
     assert not any(piece.drafted for piece in found.lanes[1].pieces)
     assert len(found.rounds) == NEW_TOKENS

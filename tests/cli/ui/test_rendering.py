@@ -23,7 +23,7 @@ def sides(page: str) -> list[str]:
     return re.findall(r"<section>.*?</section>", page, re.S)
 
 
-def test_pieces_are_coloured_and_timed_as_they_came(comparison: Comparison) -> None:
+def test_pieces_are_colored_and_timed_as_they_came(comparison: Comparison) -> None:
     for lane, side in zip(comparison.lanes, sides(rendering.answers(comparison)), strict=True):
         clock, *spans = SPAN.findall(side)
         shown = [

@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer of words, in memory and in a folder, and two prompts."""
+"""Fixtures: a tiny model, a word tokenizer, a folder with both, and two prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import hf_spec
 from hf_spec.common.prompts import Prompt
 from tests.tiny_models import VOCAB, build
 
-# What the tests of other rooms share.
+# Fixtures that other test packages import.
 __all__ = ["folder", "model", "packing_as_by_default", "prompt_file", "prompts", "tokenizer"]
 
 TEXTS = {"count": "one two three one two three one", "letters": "a b c d a b"}

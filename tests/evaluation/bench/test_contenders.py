@@ -1,4 +1,4 @@
-"""Every contender generates what plain `generate()` does, and its forwards are counted."""
+"""Contenders: outputs equal to plain `generate()`, and counts of forward passes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_sampling_is_a_setting(model: Any) -> None:
 class TestCompiled:
     @pytest.fixture
     def compiles(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        """Functions given to torch.compile, which traces them but makes no code: that is slow."""
+        """Record the functions passed to `torch.compile`, and skip its slow code generation."""
         made: list[Any] = []
         compile_ = torch.compile
 
@@ -168,7 +168,7 @@ SYNTHETIC_TOKENS = 40
 
 
 def expected_rounds(model: Any, draft: Any, ids: torch.Tensor) -> list[tuple[int, int]]:
-    """(drafted, accepted) of each round, from plain greedy generation of both models."""
+    """Return (drafted, accepted) of each round, from plain greedy generation of both models."""
     sequence = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
     rounds, at, end = [], ids.shape[1], sequence.shape[1]
     while at < end:
@@ -243,7 +243,7 @@ def test_it_is_measured_without_the_time_of_its_recording(
     records = list(
         chain.from_iterable(time_contenders(contenders, prompts, tokenizer, Plan(20, 2)))
     )
-    # The warm-up and every prompt: recorded once each, before the runs that are timed.
+    # The oracle records the warm-up and each prompt once, before the timed runs.
     assert plain == [True, False] + 2 * [True, False, False]
     assert all(r.target_forwards and r.identical for r in records)
 

@@ -1,4 +1,4 @@
-"""Strategies as a command line names them, and their assistants."""
+"""Command-line entries: strategies, their options, and their assistants."""
 
 from __future__ import annotations
 

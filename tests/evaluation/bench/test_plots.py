@@ -1,4 +1,4 @@
-"""Plots: what is drawn is what was measured, and synthetic acceptance is said in each."""
+"""Plots show the measured values, and every title states synthetic acceptance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RESULTS = {"model": "org/model", "dtype": "float32", "summary": SUMMARY, "step_c
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
-    """What each plot was drawn from, by its name."""
+    """Record the data of each plot by the plot's name."""
     found: dict[str, tuple[Any, ...]] = {}
     for name in ("lines", "ranges"):
         real = getattr(plots, name)
@@ -85,7 +85,7 @@ def test_lines_with_spread_and_many_names(tmp_path: Path) -> None:
     plots.lines(series, ("size", "speed"), plot, "a title", {"way 3": ([2.5, 3.0], [3.5, 4.0])})
     drawn = plot.read_text()
     assert all(f"<!-- {text} -->" in drawn for text in ("size", "speed", "a title", *series))
-    # Whole numbers are marked as such.
+    # An axis of whole numbers has ticks only at whole numbers.
     assert "<!-- 1.25 -->" not in drawn
 
 

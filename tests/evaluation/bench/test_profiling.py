@@ -1,4 +1,4 @@
-"""The parts of a step: they add up to the whole, and the engine is left as it was."""
+"""Profiling: the parts of a step add up to the total, and the engine is left unchanged."""
 
 from __future__ import annotations
 

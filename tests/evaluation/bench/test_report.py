@@ -1,4 +1,4 @@
-"""Tables from records made by hand."""
+"""Markdown reports of handmade records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring: the order of the calls, and what a record says."""
+"""Timed runs: the order of the calls, and the contents of the records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEW_TOKENS = 6
 def named(
     name: str, calls: list[Any], ending: int = 5, counts: bool = False, **more: Any
 ) -> Contender:
-    """Appends the token `ending` to every prompt and writes down who was called."""
+    """Return a contender that appends the token `ending` to every prompt and logs its calls."""
 
     def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
         calls.append((name, ids.shape[1], new_tokens))
@@ -61,7 +61,7 @@ class TestOrder:
     def test_contenders_take_turns_and_rotate(self, prompts: list[Prompt], tokenizer: Any) -> None:
         calls: list[Any] = []
         measured([named(n, calls) for n in "abc"], prompts, tokenizer, Plan(NEW_TOKENS, 4))
-        # A warm-up, then for both prompts four rounds.
+        # One warm-up, then four rounds per prompt.
         assert names(calls) == "abc" + 2 * ("abc" + "bca" + "cab" + "abc")
         lengths = [length for _, length, _ in calls]
         assert lengths == [7] * (3 + 12) + [6] * 12
@@ -131,7 +131,7 @@ class TestRecords:
         assert ours.stats is not None
         assert ours.seconds > ours.stats.verify_seconds > 0
         parts = ours.stats.draft_seconds, ours.stats.verify_seconds, ours.stats.other_seconds
-        # What lies before and after the loop is a few milliseconds, much of a call this small.
+        # The time before and after the loop is a few milliseconds, much of so short a call.
         assert ours.seconds / 2 < sum(parts) <= ours.seconds
         assert ours.stats.drafted_tokens >= sum(ours.stats.accepted_by_position)
         assert records[0].tau is None

@@ -1,4 +1,4 @@
-"""One benchmark: who takes part, what is refused before anything is measured, what comes out."""
+"""One benchmark: its contenders, rejected settings, and results."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TestResults:
         ticks: list[int] = []
         counts = [len(found.records) for found in benchmark.run(lambda: ticks.append(1))]
         single, batched = len(benchmark.contenders), 2
-        # Prompt by prompt, then the batch, which transformers' and economize's lookups do not take.
+        # Per prompt, then the batch, which the lookups of transformers and economize do not run.
         assert counts == [2 * single, 4 * single, 4 * single + 2 * batched]
         assert len(ticks) == benchmark.num_runs == counts[-1]
         report = last(benchmark)
@@ -113,7 +113,7 @@ class TestResults:
         ids = prompts[0].encode(tokenizer)
         greedy = model.generate(ids, max_new_tokens=6, do_sample=False)
         for contender in Benchmark(model, tokenizer, prompts, [LOOKUP], suite).contenders:
-            # A single token is left to draw from, at any temperature.
+            # Only one token is left to sample from, at any temperature.
             assert torch.equal(contender.run(ids, 6).sequences, greedy)
 
     def test_profile_and_step_cost(self, model: Any, prompts: list[Prompt], tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Figures from records made by hand."""
+"""Benchmark summaries of handmade records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def statistics(tau: float, verify_seconds: float, **counters: int) -> SpecStats:
 
 
 def five_prompts() -> list[Record]:
-    """Ratios 1 to 5 in the middle repetition, one far off in each of the others."""
+    """Return records with ratios 1 to 5, and two outlying repetitions of each."""
     records = []
     for ratio in range(1, 6):
         task = "x" if ratio < 4 else "y"
@@ -95,7 +95,7 @@ class TestSummary:
         ]
         row = summary(records)[-1]
         assert row["tau"] == 1.5
-        # 4 and 8 of 12 tokens each were drafted.
+        # 4 and 8 of 12 drafted tokens each are accepted.
         assert row["alpha"] == 0.5
         assert row["outside_forward"] == pytest.approx(0.3)
         assert row["draft_share"] == pytest.approx(0.1)
@@ -138,7 +138,7 @@ class TestSummary:
         row = by_key[3, "all"]
         assert row["identical_by_task"] == {"x": (1, 1), "y": (1, 2)}
         assert (row["batches"], row["outputs"], row["identical"]) == (1, 3, 2)
-        # 24 tokens of three rows in eight forwards.
+        # 24 tokens of three rows in eight forward passes.
         assert row["tokens_per_forward"] == 1.0
         assert row["peak_bytes"] == 7
 
@@ -151,6 +151,6 @@ class TestSummary:
         ours = [record("p", "a", 0, 3.0), record("p", "a", 1, 4.0), record("q", "a", 0, 6.0)]
         found = {row["contender"]: row for row in summary([*none, *ours]) if row["task"] == "all"}
         assert found["none"]["ratio_to_none"] == 1.0
-        # Of p twice and once as fast, of q half as fast.
+        # Prompt p: 2x and 1x as fast as `none`; prompt q: half as fast.
         assert found["a"]["ratio_to_none"] == pytest.approx(1.0)
         assert summary(ours)[0]["ratio_to_none"] is None

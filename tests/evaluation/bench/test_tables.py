@@ -1,4 +1,4 @@
-"""Tables of texts."""
+"""Text tables: alignment, Markdown, and narrow terminals."""
 
 from __future__ import annotations
 

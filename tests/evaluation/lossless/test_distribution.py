@@ -1,4 +1,4 @@
-"""Cells, chi-square and power, against scipy and by counting."""
+"""Cells, chi-square tail, and power, checked against scipy and by counting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECOND = torch.tensor([0.05, 0.15, 0.3, 0.5, 0.0], dtype=torch.float64)
 
 
 def next_probs(paths: list[Path]) -> Tensor:
-    """What follows an even number of tokens, or an odd one."""
+    """Return `FIRST` after an even number of tokens, and `SECOND` after an odd number."""
     return torch.stack([SECOND if len(path) % 2 else FIRST for path in paths])
 
 
@@ -34,7 +34,7 @@ class TestCells:
         assert cells.leaves[0, 3] == pytest.approx(0.25)
         assert cells.leaves[3,] == pytest.approx(0.05)
         assert set(cells.rests) == {(), (0,), (1,), (2,)}
-        # Behind token 1: 0.05 and 0.15 of 0.3 are too little for cells of their own, 0.15 is not.
+        # After token 1 (0.3), only a token with 0.05 is too rare for a cell: 0.015 < 0.04.
         assert cells.rests[1,] == pytest.approx(0.3 * 0.05)
 
     def test_places(self) -> None:

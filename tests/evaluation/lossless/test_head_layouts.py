@@ -1,4 +1,4 @@
-"""Layouts of published heads: the layout with which a head was made is found."""
+"""Choice of a published head's layout: the layout it was made with is found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.published_heads import WIDTH, bare, embeddings, plain_config, sample,
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
 KEY = "eagle_aux_hidden_state_layer_ids"
-# The head below says 5t + 3 where it reads the embedding of token t first.
+# The head below predicts 5t + 3 if its first input is the embedding of token t.
 TOKENS = [7, 20]
 while len(TOKENS) < 60:
     TOKENS.append((5 * TOKENS[-2] + 3) % VOCAB)
@@ -29,9 +29,9 @@ TEXTS = Texts([TOKENS], [4])
 
 
 def head(layers: list[int]) -> str:
-    """Folder of a head whose config names layers, and which needs the embeddings as the first.
+    """Save a head that needs the embeddings as its first layer; its config names `layers`.
 
-    Its attention and its MLP give nothing.
+    Its attention and its MLP output zeros. Returns the folder.
     """
     tensors = bare(sample("every token").tensors)
     tensors["fc.weight"] = torch.eye(WIDTH, 3 * WIDTH)
@@ -82,7 +82,7 @@ def test_a_first_eagle() -> None:
 
 
 def block_head(name: str, outputs: torch.Tensor, config: Any, **tensors: torch.Tensor) -> str:
-    """Folder of a block head of one layer that reads the embeddings; (V, H) `outputs` score."""
+    """Return the folder of a one-layer block head on embeddings with (V, H) LM head `outputs`."""
     size = feature_reference.SIZE
     mine = bare(feature_reference.block_tensors(1, own=VOCAB))
     mine["fc.weight"] = torch.eye(size, 2 * size)
@@ -94,12 +94,12 @@ def block_head(name: str, outputs: torch.Tensor, config: Any, **tensors: torch.T
 
 
 def test_layers_of_a_block_head() -> None:
-    """Ids that count layers, in a config whose ids are indices.
+    """The config's layer ids count layers, although its format uses indices.
 
     The head predicts the token that it attends to most; its embeddings use half of the dimensions.
     """
     size, half = feature_reference.SIZE, feature_reference.SIZE // 2
-    # A head of keys serves two heads; the first of them is taken.
+    # Two query heads share a KV head; only the first of them is used.
     seen = torch.zeros(size, size)
     for index in range(half):
         seen[index, index % 8 + index // 8 * 16] = 10.0
@@ -122,7 +122,7 @@ def test_layers_of_a_block_head() -> None:
 
 
 def test_what_an_output_of_a_block_head_drafts() -> None:
-    """Each position sees only its own token, so the last token predicts and masks do not."""
+    """Each position sees only its own token: the last token's output predicts, not the masks'."""
     following = (5 * torch.arange(VOCAB) + 3) % VOCAB
     outputs = torch.zeros_like(embeddings()).index_copy(0, following, embeddings())
     folder = block_head("block-anchor", outputs, feature_reference.dflash().config)

@@ -1,4 +1,4 @@
-"""Differences are explained: ties of half precision, mistakes, outputs that end elsewhere."""
+"""Explanations of mismatches: half-precision ties, bugs, and outputs that end elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEW_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def twins() -> PreTrainedModel:
-    """A bfloat16 model in which every token has a twin with the same row of the head."""
+    """Return a bfloat16 model in which every token has a twin with an equal LM head row."""
     model = copy.deepcopy(build("llama")).to(torch.bfloat16)
     head: Any = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -34,7 +34,7 @@ def plain(model: Any, prompt: Tensor) -> list[int]:
 
 
 def follow(model: Any, prompt: Tensor, changes: dict[int, Any]) -> list[int]:
-    """Plain decoding in which some tokens are exchanged as they come."""
+    """Decode greedily, and apply `changes` (position -> function of the token) during decoding."""
     text = prompt
     for place in range(NEW_TOKENS):
         token = int(model(text).logits[0, -1].argmax())

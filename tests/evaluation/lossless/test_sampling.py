@@ -1,4 +1,4 @@
-"""Draws of the real strategies pass, planted biases do not."""
+"""Sampling check: draws of the real strategies pass, and planted biases are found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompts() -> list[Tensor]:
 
 
 METHODS: dict[str, dict[str, Any]] = {
-    # The cost model may send no copies on a tiny model.
+    # On a tiny model, the cost model may draft no copies; a fixed length prevents that.
     "lookup": {"spec_strategy": LookupConfig(max_matches=3, copy_length=7)},
     "draft": {"spec_strategy": DraftConfig(max_draft_tokens=2), "assistant": draft_model("llama")},
     "tree": {"spec_strategy": TreeConfig(max_draft_tokens=2), "assistant": draft_model("llama")},

@@ -1,4 +1,4 @@
-"""The proof passes on the real strategies and finds planted mistakes."""
+"""`verify` passes the real strategies and finds planted bugs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GREEDY = VerificationPlan(12, 0)
 def entries() -> list[Entry]:
     draft = draft_model("llama")
     return [
-        # The cost model may send no copies on a tiny model.
+        # On a tiny model, the cost model may draft no copies; a fixed length prevents that.
         Entry("lookup", LookupConfig(copy_length=7)),
         Entry("draft", DraftConfig(max_draft_tokens=2), draft),
         Entry("tree", TreeConfig(max_draft_tokens=2), draft),
@@ -77,7 +77,7 @@ def test_a_biased_residual(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_half_precision_differs_by_ties_alone(run: Any, model: PreTrainedModel) -> None:
-    """Tokens whose rows of the head differ by a step of bfloat16: rounding decides among them."""
+    """LM head rows that differ by one bfloat16 step: rounding decides between their tokens."""
     target: Any = copy.deepcopy(model).to(torch.bfloat16)
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().clone())
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_a_strategy_stored_with_the_model_does_not_prove_itself(
     run: Any, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafter, "NodeDraw", OneTooMany)
-    # In the instance, and gone afterwards: the model is shared.
+    # Set on the instance and undone afterwards, because the model is shared.
     monkeypatch.setitem(vars(model.generation_config), "spec_strategy", "lookup")
     (found,) = run(GREEDY, entries()[0])
     assert model.generation_config.spec_strategy == "lookup"

@@ -1,4 +1,4 @@
-"""Pictures: every node and edge is drawn, and the padding counted is the one there is."""
+"""Pictures: every node and edge is drawn, and padding is counted correctly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_spec.evaluation.trace.pictures import ACCEPTED, PADDING, Canvas
 
 
 def boxes(canvas: Canvas, fill: str | None = None) -> int:
-    """Boxes of a colour; the ground is none."""
+    """Count boxes with the color `fill`, or all boxes; the background is not a box."""
     found = re.findall(r'rx="3" fill="([^"]*)"', str(canvas))
     return len(found) if fill is None else found.count(fill)
 
@@ -26,24 +26,24 @@ def test_a_canvas_is_xml_and_shows_itself() -> None:
     assert repr(canvas) == "<a < b>"
 
 
-def luminance(colour: str) -> float:
-    """Relative luminance as the guidelines for accessible web pages define it."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+def luminance(color: str) -> float:
+    """Return the relative luminance as defined by the WCAG accessibility guidelines."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return sum(w * part for w, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 @pytest.mark.parametrize("theme", [{}, pictures.DARK], ids=["light", "dark"])
-def test_words_can_be_read_on_every_colour(theme: dict[str, str]) -> None:
+def test_words_can_be_read_on_every_color(theme: dict[str, str]) -> None:
     ink = luminance(theme.get(pictures.INK, pictures.INK))
-    for colour in pictures.DARK.keys() - {pictures.INK}:
-        light, dark = sorted((ink, luminance(theme.get(colour, colour))), reverse=True)
-        # What the guidelines ask for.
-        assert (light + 0.05) / (dark + 0.05) >= 4.5, colour
+    for color in pictures.DARK.keys() - {pictures.INK}:
+        light, dark = sorted((ink, luminance(theme.get(color, color))), reverse=True)
+        # The minimum contrast of the guidelines (level AA).
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, color
 
 
 def test_a_picture_follows_a_dark_theme() -> None:
-    """The ground, every box, every word and every line has a rule."""
+    """The background and every box, word, and line have a rule for the dark theme."""
     canvas = pictures.padding("padded", [2, 1], [[1, 2]])
     canvas.arrow((0, 0), (1, 1), dashed=False)
     root = ElementTree.fromstring(str(canvas))
@@ -51,11 +51,11 @@ def test_a_picture_follows_a_dark_theme() -> None:
     rules = dict(re.findall(r'\.hf-spec \[(?:fill|stroke)="(#\w+)"\]\{\w+:(#\w+)\}', style))
     for element in root.iter():
         for kind in ("fill", "stroke"):
-            if (colour := element.get(kind)) is not None:
-                assert f'[{kind}="{colour}"]{{{kind}:{pictures.DARK[colour]}}}' in style
-                assert rules[colour] != colour
+            if (color := element.get(kind)) is not None:
+                assert f'[{kind}="{color}"]{{{kind}:{pictures.DARK[color]}}}' in style
+                assert rules[color] != color
     assert "@media (prefers-color-scheme: dark)" in style
-    # The colour of words stands on the picture itself.
+    # The text color is set on the root element.
     assert root.get("class") == "hf-spec"
     assert f'.hf-spec[fill="{pictures.INK}"]' in style
 
@@ -85,7 +85,7 @@ def test_a_tree_has_all_nodes_and_the_bonus() -> None:
 
 
 def test_the_bonus_stands_beside_refused_children() -> None:
-    """Both follow the same node."""
+    """The rejected child and the bonus token follow the same node."""
     canvas = pictures.token_tree(["r", "a"], [-1, 0], bonus="b")
     places = re.findall(r'<rect x="(\S+)" y="(\S+)" .* rx="3"', str(canvas))
     assert len(set(places)) == 3
@@ -104,7 +104,7 @@ def test_a_graph_has_its_merge_edge() -> None:
 
 
 def test_an_edge_that_leads_back_ends_outside_of_the_boxes() -> None:
-    """From the third column up to the second."""
+    """The edge leads from the third column up to the second."""
     graph = TokenGraph([0], merge_length=0)
     for parent, token in [(0, 1), (0, 2), (2, 3), (3, 1)]:
         graph.add(parent, token, 0.5)
@@ -117,7 +117,7 @@ def test_an_edge_that_leads_back_ends_outside_of_the_boxes() -> None:
 
 @pytest.mark.parametrize("batching", BATCHING)
 def test_padding_is_counted(batching: str) -> None:
-    """Three rows send 4, 1 and 2 tokens; they gained 3, 1 and 1, then 1, 2 and 1."""
+    """Rows send 4, 1, and 2 tokens; the steps before added 3, 1, 1 and then 1, 2, 1 tokens."""
     canvas = pictures.padding(batching, [4, 1, 2], [[3, 1, 1], [1, 2, 1]])
     inputs = 5 if BATCHING[batching].pads_inputs else 0
     stored = (4 + 2) if BATCHING[batching].pads_kv else 0

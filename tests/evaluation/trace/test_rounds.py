@@ -1,4 +1,4 @@
-"""Recorded rounds add up to the output of `generate()`; their pictures show draft and verdict."""
+"""Recorded rounds add up to the output of `generate()`; pictures show drafts and verdicts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_rounds_add_up_to_the_output() -> None:
     width = batch["input_ids"].shape[1]
     for row, expected in enumerate(plain[:, width:].tolist()):
         found = [token for one in rounds for token in one.verdict.tokens(row)]
-        # The last round may bring more than there is room for; a row that ended is filled up.
+        # The last round may exceed the length limit; a row that ended is padded.
         shorter = min(len(found), len(expected))
         assert found[:shorter] == expected[:shorter]
         assert len(found) >= len([token for token in expected if token != 0])
@@ -59,7 +59,7 @@ def test_graphs_of_a_draft_model_and_their_accepted_paths() -> None:
 
 
 def test_settings_are_those_of_generate() -> None:
-    """A streamer is one, and what cannot be served is refused as there."""
+    """A streamer is supported, and unsupported settings raise the same errors."""
     model = tiny_models.build("llama")
     batch = tiny_models.prompts("llama", "ragged")
     streamed: dict[int, list[int]] = {}
@@ -87,7 +87,7 @@ def rounds_of(spec_strategy: Any, assistant: Any = None, kind: str = "one") -> l
 
 
 def labels(canvas: Canvas, fill: str | None = None) -> list[str]:
-    """The words in the boxes of a color."""
+    """Return the words in boxes with the color `fill`, or in all boxes."""
     found = re.findall(r'rx="3" fill="(\S+)".*/>\n<text .*>(.*)</text>', str(canvas))
     return [word for color, word in found if fill in (None, color)]
 

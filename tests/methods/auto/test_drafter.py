@@ -268,7 +268,7 @@ class TestAssistants:
         assert isinstance(drafter, CostModelDrafter)
         return drafter
 
-    def test_each_kind_is_recognised(self, tmp_path: Path) -> None:
+    def test_each_kind_is_recognized(self, tmp_path: Path) -> None:
         model = build("llama")
         model.config.name_or_path = ""
         draft = copy.deepcopy(draft_model("llama"))

@@ -1,4 +1,4 @@
-"""The comparison with `none` in bfloat16."""
+"""Comparison of bfloat16 outputs with those of `none`."""
 
 from __future__ import annotations
 

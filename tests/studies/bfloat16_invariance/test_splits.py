@@ -1,4 +1,4 @@
-"""Splits of a text run the same tokens, and a difference is found where it begins."""
+"""Every split of a text runs the same tokens, and the first difference is located."""
 
 from __future__ import annotations
 

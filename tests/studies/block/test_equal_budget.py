@@ -1,4 +1,4 @@
-"""Drafts of the study: sizes, and tau of a head with known parts."""
+"""Equal-budget study: the sizes of the drafts, tau, and the number of trained parameters."""
 
 from __future__ import annotations
 

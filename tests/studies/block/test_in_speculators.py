@@ -1,4 +1,4 @@
-"""speculators loads a block head that was trained here, and it predicts the same."""
+"""speculators loads a block head that was trained by hf_spec, with equal predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of a step with compiled layers: every form is timed, the record says what was done."""
+"""Step cost study of compiled layers: every variant is timed and recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer of the tiny model and what its draft model predicts for it."""
+"""Fixture: a response of the tiny model, and its draft model's predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny_models import draft_model
 def observed_answer(
     model: Any, tokenizer: Any, prompts: list[Prompt], tmp_path: Path
 ) -> tuple[Response, Observed]:
-    """Answer to the first prompt, and the tokens of it that the draft model predicts."""
+    """Return a response to the first prompt, and which of its tokens the draft model predicts."""
     (response,) = answers(model, tokenizer, prompts[:1], 24)
     (observed,) = observe(model, draft_model("llama"), [response], tmp_path, "hard")
     return response, observed

@@ -1,4 +1,4 @@
-"""The ablation of DISCO's classifier: what is hidden, which labels, how positions are ranked."""
+"""Ablation of DISCO's classifier: hidden features, labels, and the ranking of positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = DiscoTrainSettings(max_epochs=6, batch_size=64, learning_rate=0.02)
 
 
 def learnable(count: int = 20) -> list[Observed]:
-    """Positions that are accepted if their largest probability is above a half."""
+    """Return texts whose positions are accepted if their largest probability is above 0.5."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for index in range(count):
@@ -46,7 +46,7 @@ def test_ranked_right_by_hand() -> None:
     matched = torch.tensor([True, True, False, False])
     assert ranked_right(torch.tensor([3.0, 2.0, 1.0, 0.0]), matched) == 1
     assert ranked_right(torch.tensor([0.0, 1.0, 2.0, 3.0]), matched) == 0
-    # Of four pairs two are right, one is wrong and one is tied.
+    # Two of the four pairs are right, one is wrong, and one is tied.
     assert ranked_right(torch.tensor([3.0, 1.0, 1.0, 2.0]), matched) == pytest.approx(2.5 / 4)
 
 

@@ -1,4 +1,4 @@
-"""The study of drafting over few tokens: in turn, the same drafts, and its table."""
+"""Study of draft heads over few tokens: alternating order, equal drafts, and the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The improvement factor at values known from the formula and from simulation, the cost ratio."""
+"""Improvement factor: known values, agreement with a simulation, and the cost ratio."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def test_cost_ratio_of_given_statistics() -> None:
 def test_cost_ratio_of_a_generation(model: Any) -> None:
     run = strategy(model, DraftConfig(), draft_model("llama")).run(settled_prompt("llama"), 24)
     assert run.stats is not None
-    # Two of three layers, and the bookkeeping of drafts.
+    # The draft model has two of the three layers, and drafting has overhead.
     assert 0.1 < cost_ratio(run.stats) < 10

@@ -1,4 +1,4 @@
-"""Lengths of the oracle's drafts, and the rules that predict where they end."""
+"""Lengths of the oracle's drafts, and rules that predict where they end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.tiny_models import draft_model
 
 
 def learnable(count: int = 4) -> list[Observed]:
-    """Positions that are accepted if their largest probability is above 0.7."""
+    """Return texts whose positions are accepted if their largest probability is above 0.7."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for index in range(count):
@@ -50,7 +50,7 @@ def test_lengths_are_those_of_the_benchmark_oracle(
     model: Any, observed_answer: tuple[Response, Observed]
 ) -> None:
     response, observed = observed_answer
-    # The last token before the limit is a bonus token in any case.
+    # The last token before the limit is always a bonus token.
     lengths = oracle_lengths(observed.matched.tolist()[:-1])
     stats = oracle(model, draft_model("llama")).run(torch.tensor([response.prompt]), 24).stats
     assert stats is not None
@@ -78,7 +78,7 @@ def test_thresholds_come_from_the_other_half() -> None:
     matched = torch.tensor([True, False, False, True, True, False])
     found = cross_chosen(scores, matched, halves)
     assert found["thresholds"] == [0.55, 0.15]
-    # Both chosen thresholds are wrong once: 2 of 3 predicted and 2 of 3 accepted ones agree.
+    # Each chosen threshold is wrong once: precision and recall are both 2 of 3.
     assert found["f1_accepted"] == pytest.approx(2 / 3)
 
 
@@ -121,5 +121,5 @@ def test_command(model: Any, folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert capsys.readouterr().out.startswith("| task | rounds |")
     written = json.loads(out.read_text())
     assert written["prompts"] == 6
-    # A model drafts for itself, so every draft is accepted up to the end.
+    # The model drafts for itself, so every draft is accepted up to the end.
     assert written["lengths"]["all"]["histogram"] == {"4": 6}

@@ -1,4 +1,4 @@
-"""Classifiers of one task are judged on another by simulated rounds."""
+"""Classifiers trained on one task are evaluated on another in simulated rounds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_rounds_are_those_of_generate(
         stats = contender.run(torch.tensor([response.prompt]), 24).stats
         assert stats is not None
         counts = simulate(matched, [TRUE] * len(matched), length)
-        # The engine's first pass also reads the prompt, and yields a token without a draft.
+        # The engine's prefill yields the first token without a draft.
         assert abs(counts.rounds - stats.rounds) <= 1
         assert abs(counts.drafted - stats.drafted_tokens) <= length
 
@@ -101,7 +101,7 @@ def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert len(record["rows"]) == 2 + 2 * 3
     first = capsys.readouterr().out
     assert "more answers" in first
-    # Answers are stored.
+    # The second run reads the stored responses.
     main(command)
     again = capsys.readouterr().out
     assert again == first[first.index("| judged on") :]

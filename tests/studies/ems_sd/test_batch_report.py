@@ -1,4 +1,4 @@
-"""Tables of the batch benchmark from records made by hand."""
+"""Tables of the batch benchmark, from handmade records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = {"plain": 4.0, "padded": 5.0, "unpadded_input": 4.0, "unpadded_kv": 3.
 
 
 def records(size: int) -> list[dict[str, Any]]:
-    """Two repetitions; the second takes twice the time throughout."""
+    """Return records of two repetitions; the second takes twice the time throughout."""
     return [
         {
             "method": "lookup",
@@ -22,7 +22,7 @@ def records(size: int) -> list[dict[str, Any]]:
             "contender": name,
             "seconds": seconds * factor,
             "plain_seconds": 4.0 * factor,
-            # Prompts take one second, padded ones and plain's two.
+            # The prefill takes 1 s, or 2 s for `padded` and `plain`.
             "prompt_seconds": (2.0 if name in ("plain", "padded") else 1.0) * factor,
             "plain_prompt_seconds": 2.0 * factor,
             "new_tokens": 100,

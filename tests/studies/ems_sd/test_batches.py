@@ -1,4 +1,4 @@
-"""The batch table: every contender on every batch, the same outputs, and what is counted."""
+"""Batch study: every contender runs every batch, with equal outputs and correct counts."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_tokens_run_are_those_that_enter_a_linear_layer(model: Any, tokenizer: A
     finally:
         handle.remove()
     by_name = {r.contender: r for r in records if (r.batch_size, r.repeat) == (3, 0)}
-    # Plain runs the padded prompts, then one token of every row until the last has ended.
+    # Plain `generate()` runs the padded prompts, then one token per row until the last row ends.
     width = max(prompt.encode(tokenizer).shape[1] for prompt in prompts)
     assert by_name["plain"].linear_tokens == 3 * (width + 9)
     assert by_name["plain"].prompt_tokens == 3 * width
@@ -106,7 +106,7 @@ def test_tokens_run_are_those_that_enter_a_linear_layer(model: Any, tokenizer: A
     assert run_by_us["padded"] == run_by_us["unpadded_kv"]
     assert run_by_us["padded"] - by_name["padded"].padding_tokens == run_by_us["unpadded"]
     assert by_name["padded"].padding_tokens > 0
-    # The first runs of every contender, which are not recorded, come before the others.
+    # The warm-up of every contender runs first and is not recorded.
     recorded = sum(record.linear_tokens + record.prompt_tokens for record in records)
     assert recorded in {sum(counts[start:]) for start in range(len(counts))}
 
@@ -150,7 +150,7 @@ def test_more_padding_on_the_left_is_plains_own_matter(model: Any, tokenizer: An
     assert len(records) == extent.num_runs([method])
     plain, left = records[0], records[-1]
     assert left.identical
-    # Five places more in each of the two rows; one token a row and step after that.
+    # Five more positions in each of the two rows, then one token per row and step.
     assert left.prompt_tokens == plain.prompt_tokens + 10
     assert left.linear_tokens == plain.linear_tokens + 10
     assert "plain after more padding" in markdown(summary([asdict(r) for r in records], CAPS))
@@ -170,7 +170,7 @@ def test_a_stopped_command_goes_on(
     assert found[: len(first)] == first
     places = {(r["batch_size"], r["batch"], r["repeat"], r["contender"]) for r in found}
     assert len(places) == len(found) == 2 * 2 * 2 * len(CONTENDERS)
-    # All batches once before any is repeated.
+    # All batches run once before any is repeated.
     assert [r["repeat"] for r in found] == sorted(r["repeat"] for r in found)
     with pytest.raises(SystemExit, match="is of other batches"):
         batches.main([*command.split(), "--prompt-tokens", "3"])

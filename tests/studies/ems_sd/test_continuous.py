@@ -1,4 +1,4 @@
-"""Static batches against continuous batching: the same answers, fewer forward passes."""
+"""Continuous batching gives the outputs of static batches, in no more forward passes."""
 
 from __future__ import annotations
 

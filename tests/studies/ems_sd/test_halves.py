@@ -1,4 +1,4 @@
-"""The study of the two halves: what each pads, and its table."""
+"""Study of the two halves of EMS-SD: the tokens and KV slots of each, and the table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiny_models import build
 
 
 def test_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded inputs run seven more tokens for every row without a draft; aligned keys have gaps."""
+    """Padded inputs add seven tokens per row without a draft; an aligned KV cache has gaps."""
     keys: list[int] = []
     reserve = KVPool.reserve
 
@@ -32,7 +32,7 @@ def test_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         longest[mode] = keys[-1]
         assert len(seconds) == 3
     assert counts == {"padded": 32, "unpadded_kv": 32, "unpadded_input": 18, "unpadded": 18}
-    # The row that is ahead does not draft; with aligned keys the others draft from where it is.
+    # The row that is ahead does not draft; in an aligned cache the others draft from its position.
     assert longest["unpadded_input"] == longest["unpadded"] + 7
 
 

@@ -1,4 +1,4 @@
-"""The model of Appendix B: closed sums against a simulation and against the paper's figures."""
+"""Padding model of Appendix B: closed sums against a simulation and the paper's figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_sums_are_what_a_simulation_finds(accuracy: float, size: int) -> Non
 
 
 def test_the_figures_of_the_paper() -> None:
-    """Below an accuracy of 0.8 and above a batch of 8 it exceeds 50 %; at 0.9 it is about 30 %."""
+    """The ratio exceeds 50% up to accuracy 0.8 in batches above 8, and 30% at accuracy 0.9."""
     assert expected_gain(0.8, 8, 8) == pytest.approx(7.7, abs=0.05)
     assert padding_ratio(0.8, 8, 8) == pytest.approx(0.86, abs=0.01)
     for accuracy in (0.3, 0.5, 0.7, 0.8):

@@ -1,4 +1,4 @@
-"""A copy with more key-value heads computes the same."""
+"""A copy of a model with more key-value heads computes the same logits."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_all_cells_are_trained_once(
     assert all(part[-2:] == ["--batch-tokens", "64"] for part in parts)
     said = capsys.readouterr().out
     assert "| 2 | 1 | off | 2 | 0.400 | 0.100 - 0.700 | 1.5 |" in said
-    # Finished trainings are not repeated, but written to a record.
+    # Finished trainings are not repeated, but are written to the new record.
     (tmp_path / "record.json").unlink()
     glancing.main(command)
     assert len(parts) == 12

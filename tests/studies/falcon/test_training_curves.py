@@ -1,4 +1,4 @@
-"""What is drawn is what was recorded."""
+"""Training curves show the recorded evaluations."""
 
 from __future__ import annotations
 

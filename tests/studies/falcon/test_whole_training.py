@@ -1,4 +1,4 @@
-"""One command makes a head, and goes on where it was interrupted."""
+"""One command trains a head from prompts, and resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_from_prompts_to_a_calibrated_head(
     broken = True
 
     def here(words: list[str]) -> None:
-        """As a process of its own would, but quicker; the first training is interrupted."""
+        """Run the part in this process, which is faster; the first training is interrupted."""
         parts.append(words)
         if broken and words[:2] == ["train", "falcon"]:
             raise KeyboardInterrupt

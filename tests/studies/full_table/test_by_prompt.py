@@ -1,4 +1,4 @@
-"""The table and the file of strategies against plain, prompt by prompt."""
+"""Strategies compared with plain `generate()` by prompt: the table and the record."""
 
 from __future__ import annotations
 

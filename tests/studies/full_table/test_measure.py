@@ -1,4 +1,4 @@
-"""The command of docs/benchmarks.md: which strategies each model gets, and what is written."""
+"""The command of docs/benchmarks.md: the strategies of each model, and the written files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_strategy_that_has_an_adapter_is_measured(tmp_path: Path) -> None:
     for method in ("draft", "disco", "falcon", "sdsat"):
         (tmp_path / f"smollm2-135m-{method}").mkdir()
     found = strategies("smollm2", tmp_path)
-    # Of published heads there is none for a model that every machine has.
+    # No head is published for the small models that every machine can run.
     published = {"block", "eagle", "gemma_assistant", "heads", "mtp", "pard"}
     assert set(known_strategies()) - set(found) == published
     draft, falcon = (str(tmp_path / f"smollm2-135m-{method}") for method in ("draft", "falcon"))

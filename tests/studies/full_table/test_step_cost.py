@@ -1,4 +1,4 @@
-"""The table and the file of the cost of a step."""
+"""Step cost study: the table and the record."""
 
 from __future__ import annotations
 

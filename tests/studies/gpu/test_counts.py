@@ -1,4 +1,4 @@
-"""Counts of a round on the pretended GPU, as the record has them."""
+"""Counts of a round on the simulated GPU agree with the record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates: bytes of published sizes, counted launches, and the fit to measured rows."""
+"""GPU estimates: bytes of published sizes, counted launches, and the fit to measured rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def record() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    # Parameters of the model cards, less an embedding that is not the head.
+    # Parameters of the model cards, without an embedding that is not also the LM head.
     [("Llama-3.1-8B", 8.03 - 0.525), ("Qwen3-4B", 4.02), ("SmolLM2-135M", 0.1345)],
 )
 def test_a_step_reads_the_weights(name: str, billions: float) -> None:
@@ -31,7 +31,7 @@ def test_a_step_reads_the_weights(name: str, billions: float) -> None:
 def test_windows_bound_the_keys_that_are_read() -> None:
     assert estimates.kv_bytes("Llama-3.1-8B", 1000) == 32 * 8 * 128 * 2 * 2 * 1000
     per_token = 2 * 2 * 4 * 256
-    # Every sixth layer of 34 sees all tokens.
+    # Every sixth of the 34 layers attends to all tokens.
     assert estimates.kv_bytes("Gemma-3-4B", 8192) == per_token * (5 * 8192 + 29 * 1024)
 
 

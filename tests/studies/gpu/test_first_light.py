@@ -1,4 +1,4 @@
-"""First minutes on a GPU: failures and time limits stop no other part; a dry run needs no GPU."""
+"""First run on a GPU: failures and timeouts do not stop other parts; dry runs need no GPU."""
 
 from __future__ import annotations
 

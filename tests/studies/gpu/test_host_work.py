@@ -1,4 +1,4 @@
-"""Host times of a round: exclusive, of every part, as the record has them."""
+"""Host time of a round: exclusive times of the parts, and complete records."""
 
 from __future__ import annotations
 

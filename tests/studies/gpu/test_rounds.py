@@ -1,4 +1,4 @@
-"""Costs of rounds on models of random weights: the model, and consistent figures in the file."""
+"""Round costs of models with random weights: the models, and consistent figures in the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model() -> Any:
 
 
 def run(folder: Path, *options: str) -> Any:
-    """Return the file that a dry run writes."""
+    """Return the record that a dry run writes."""
     main([*options, "--dry-run", "--out", str(folder / "out.json")])
     return json.loads((folder / "out.json").read_text())
 

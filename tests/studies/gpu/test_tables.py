@@ -1,4 +1,4 @@
-"""Tables of the records: those on the pages, and those of a record with other ways."""
+"""Tables of GPU records: those on the pages are current, and other records change them."""
 
 from __future__ import annotations
 

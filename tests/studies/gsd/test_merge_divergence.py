@@ -1,4 +1,4 @@
-"""The study of merging: which nodes it compares, and what it says of them."""
+"""Study of merging: the compared nodes, and their statistics."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def draft() -> Any:
 
 
 def studied(model: Any, draft: Any) -> list[tuple[DraftTree, list[int], Tensor]]:
-    """Every tree of a short generation, as the study sees it."""
+    """Return every tree of a short generation, with its context and log-probabilities."""
     seen: list[Any] = []
 
     def remember(tree: DraftTree, context: list[int], log_probs: Tensor) -> None:
@@ -70,21 +70,21 @@ def studied(model: Any, draft: Any) -> list[tuple[DraftTree, list[int], Tensor]]
 
 
 def test_pairs_of_a_tree_made_by_hand() -> None:
-    # Root 7 with children 1 and 2; below 1 the run 3, 4; below 2 the token 3 and below that 4.
+    # Root 7 has the children 1 and 2; each of them is followed by 3, then 4.
     tokens, parents = [7, 1, 2, 3, 3, 4, 4], [-1, 0, 0, 1, 2, 3, 4]
     tree = DraftTree.from_rows([(tokens, parents)])
-    # Equal tokens: node 4 is merged into 3, and what lies below it is not drafted.
+    # Equal tokens: node 4 is merged into node 3, and its descendants are not drafted.
     assert merged_pairs(tree, [7], 0) == [(4, 3)]
-    # Equal runs of two: only the 4 after the second 3.
+    # Equal runs of two tokens: only the 4 after the second 3.
     assert merged_pairs(tree, [7], 1) == [(6, 5)]
     assert merged_pairs(tree, [7], 2) == []
-    # Node 3 is merged into 2, so the graph counts the nodes after it in another way.
+    # Node 3 is merged into node 2, so later nodes have other indices in the graph.
     tree = DraftTree.from_rows([([7, 1, 2, 2, 5, 6, 5], [-1, 0, 0, 1, 2, 2, 5])])
     assert merged_pairs(tree, [7], 0) == [(3, 2), (6, 4)]
 
 
 def test_recurring_by_hand() -> None:
-    # Root 7 with children 1 and 2; below 1 the run 3, 4; below 2 the token 3 and below that 4.
+    # Root 7 has the children 1 and 2; each of them is followed by 3, then 4.
     tree = DraftTree.from_rows([([7, 1, 2, 3, 3, 4, 4], [-1, 0, 0, 1, 2, 3, 4])])
     assert [recurring(tree, length) for length in (1, 2, 3)] == [4, 4, 0]
     # The root's own token does not count.
@@ -149,7 +149,7 @@ def test_measure(model: Any, draft: Any, prompts: list[Prompt], tokenizer: Any) 
     assert measured["drafted"] > len(pairs["0"]) == len(pairs[CONTROL]) > 0
     assert all(pair["kl"] > -1e-6 for found in pairs.values() for pair in found)
     assert compare_merged(model, draft, prompts, tokenizer, 6, UNMERGED) == measured
-    # Every merge of equal tokens is a recurrence, as is the first occurrence.
+    # The recurring nodes are the merged nodes and their first occurrences.
     assert len(pairs["0"]) < measured["recurring"][0] <= measured["drafted"]
     assert measured["recurring"] == sorted(measured["recurring"], reverse=True)
     assert len(measured["ranks"]) == UNMERGED.children

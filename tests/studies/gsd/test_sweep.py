@@ -1,4 +1,4 @@
-"""The sweep of a graph's settings: what it counts, and how an interrupted command goes on."""
+"""Sweep of the graph settings: the counts, and resuming an interrupted command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_counts(model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
     assert merging["identical"]
     assert plain["merges"] == 0 < merging["merges"]
     assert plain["sent"] <= 20 * plain["rounds"]
-    # What is known is not answered again.
+    # Recorded combinations are not run again.
     assert list(sweep(pair, prompts, 8, [PLAIN, MERGING], known)) == []
 
 
@@ -73,7 +73,7 @@ def test_a_command_goes_on_where_it_was(folder: Path, tmp_path: Path, capsys: An
     assert capsys.readouterr().out.startswith("| thresholds | `merge_length` |")
     first = json.loads(out.read_text())
     assert len(first["records"]) == 6
-    # Shortened, as if it had been stopped; what is there stays as it is.
+    # The record is truncated, as after an interruption; the remaining part must not change.
     out.write_text(json.dumps({**first, "records": first["records"][:2]}))
     main([*command, "--max-nodes", "4", "--out", str(out)])
     assert json.loads(out.read_text())["records"] == first["records"]

@@ -1,4 +1,4 @@
-"""The study of lighteval: answers of plain decoding with every strategy."""
+"""lighteval study: every strategy gives the responses of plain decoding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_command(tmp_path: Path) -> None:
     try:
         main(["--model", str(tmp_path / "model"), *size])
     finally:
-        # lighteval turns gradients off.
+        # lighteval disables gradients.
         torch.set_grad_enabled(True)
     runs = json.loads(out.read_text())["runs"]
     assert [run["strategy"] for run in runs] == ["plain", *STRATEGIES[1:]]

@@ -1,4 +1,4 @@
-"""The task of the study runs in the harness, with equal answers whatever is stored."""
+"""lm-eval study: its tasks run in the harness, and a stored strategy changes no response."""
 
 from __future__ import annotations
 

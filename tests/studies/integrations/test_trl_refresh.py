@@ -1,4 +1,4 @@
-"""The study generates every rollout of a real training with every contender."""
+"""TRL refresh study: every contender generates every rollout of a real training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study times every rollout of a real training both ways."""
+"""TRL rollout study: every rollout of a real training is timed with and without speculation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both forms of attention in turn: everything asked for is in the table and in the file."""
+"""Attention step study: both implementations alternate, and all results are recorded."""
 
 from __future__ import annotations
 

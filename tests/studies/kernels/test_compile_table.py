@@ -1,4 +1,4 @@
-"""The record of compiled kernels: what it shows, and that it is of the current tile sizes."""
+"""Record of compiled kernels: its contents, tables, and current tile sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_drafts_have_two_blocks_per_multiprocessor(rows: list[Row]) -> None:
 
 
 def test_a_short_context_gives_most_multiprocessors_a_program(rows: list[Row]) -> None:
-    """Stretches of 32 keys or more: 16 of 512 keys for each head of keys and tile of queries."""
+    """Splits have 32 keys or more, so 512 keys give up to 16 per KV head and query tile."""
     for row in attention_of(rows, 8, 512):
         layers = next(layers for layers in LAYERS if layers.name == row.shape)
         keys = min(512, layers.window or 512)
@@ -70,7 +70,7 @@ def test_the_record_is_of_the_current_tiles(rows: list[Row]) -> None:
 
 
 def test_tiles_of_64_rows_are_multiplied_by_warp_groups(rows: list[Row]) -> None:
-    """`wgmma` takes 64 rows, which tiles of drafts do not have."""
+    """`wgmma` needs 64 rows; tiles of drafts are smaller."""
     units = {"sm_89": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}
     for nodes in (*NODES, PROMPT):
         for row in attention_of(rows, nodes, 512):
@@ -110,7 +110,7 @@ def attention_of(rows: list[Row], nodes: int, context: int) -> list[Any]:
         for row in rows
         if (row.compiled.kernel, row.nodes, row.context) == (kernel, nodes, context)
     ]
-    # Prompts run by the kernel where heads have sinks.
+    # The kernel runs prompts only if the heads have sinks.
     kinds = [layers for layers in LAYERS if layers.sinks or nodes < PROMPT]
     assert len(found) == len(kinds) * len(GPUS)
     return found

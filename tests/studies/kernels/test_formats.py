@@ -1,4 +1,4 @@
-"""Products by format: every form is run for every number of rows, and is in the file."""
+"""Matmuls by weight format: every implementation runs for every row count and is recorded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_command(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -
     written = json.loads(out.read_text())["formats"]
     assert written.keys() == FORMS.keys()
     for name, forms in FORMS.items():
-        # A byte per element, and the scales.
+        # One byte per element, plus the scales.
         count = written[name]["decoder_layers"]
         assert written[name]["bytes"] > count * sum(n * k for n, k in sizes)
         for by_form in written[name]["seconds"].values():

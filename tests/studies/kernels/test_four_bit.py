@@ -1,4 +1,4 @@
-"""4-bit products by rows: equal results only are timed, and every run is in the file."""
+"""4-bit matmuls by row count: only equal results are timed, and every run is recorded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_command(
     written = json.loads(out.read_text())
     assert written["processor"] == processor
     if processor:
-        # Codes of half a byte and a scale in float32 for 64 weights.
+        # Codes of half a byte, and a float32 scale per 64 weights.
         assert written["bytes"] == 2 * (64 * 128 + 32 * 64) * (1 / 2 + 4 / 64)
     assert [len(runs) for forms in written["seconds"].values() for runs in forms.values()] == [
         2

@@ -1,4 +1,4 @@
-"""Every answer of both forms is timed, and is in the table and in the file."""
+"""Greedy head study: every generation with all logits or the best logits is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps and reads take turns, and weights that layers share count once."""
+"""Memory floor study: steps and reads alternate, and shared weights count once."""
 
 from __future__ import annotations
 

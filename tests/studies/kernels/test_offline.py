@@ -1,4 +1,4 @@
-"""How many blocks a multiprocessor runs, from registers, shared memory, warps, and its limits."""
+"""Blocks per multiprocessor, limited by registers, shared memory, warps, and a maximum."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ KERNEL = Compiled(
 @pytest.mark.parametrize(
     ("needs", "gpu", "blocks"),
     [
-        # 65,536 registers, of which four warps of 255 each take 32,768.
+        # Four warps with 255 registers per thread take 32,768 of 65,536.
         ({"registers": 255}, "sm_90", 2),
         ({"registers": 128}, "sm_90", 4),
-        # Warps get registers in units of 256: 129 a thread count as 136.
+        # Registers are allocated in units of 256 per warp: 129 per thread count as 136.
         ({"registers": 129}, "sm_90", 3),
         ({"registers": 128, "warps": 8}, "sm_90", 2),
         ({"registers": 144, "warps": 8}, "sm_90", 1),
-        # A block takes 1 KiB besides its own.
+        # Each block takes 1 KiB of shared memory in addition to its own.
         ({"shared": 113 * 1024}, "sm_90", 2),
         ({"shared": 114 * 1024}, "sm_90", 1),
         ({"shared": 49 * 1024}, "sm_89", 2),

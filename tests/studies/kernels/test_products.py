@@ -1,4 +1,4 @@
-"""Products by rows: equal results only are timed, and everything asked for is in the file."""
+"""Matmuls by row count: only equal results are timed, and all settings are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of a step: equal results only are timed, and everything asked for is in the file."""
+"""Step time study: only equal results are timed, and all settings are recorded."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def test_without_a_gpu_it_says_so(capsys: Any) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu(folder: Path, tmp_path: Path) -> None:
-    """Replayed steps of a small model, which the host can hardly launch fast enough, are faster."""
+    """Captured steps are faster for a small model, whose eager steps wait for kernel launches."""
     for step in run(folder, tmp_path / "time.json", "--repeats", "20")["steps"]:
         assert step["seconds"]["captured"]["median"] < step["seconds"]["eager"]["median"]

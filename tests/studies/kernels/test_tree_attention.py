@@ -1,4 +1,4 @@
-"""The kernel benchmark: right results only are timed, and everything asked for is in the file."""
+"""Kernel benchmark: only correct results are timed, and all settings are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tuner: the fastest candidate that fits is written, and launches take it from there."""
+"""Kernel tuner: the fastest candidate that fits is written, and launches use it."""
 
 from __future__ import annotations
 

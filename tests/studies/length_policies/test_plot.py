@@ -1,4 +1,4 @@
-"""The picture of the simulation."""
+"""Plot of the simulation."""
 
 from __future__ import annotations
 

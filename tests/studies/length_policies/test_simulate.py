@@ -1,4 +1,4 @@
-"""The simulation, and by it what the cost model may lose."""
+"""Simulation of length policies, and limits on what the cost model may lose."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PROMPT = 20
 
 @pytest.fixture(autouse=True)
 def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are simulated; the study replaces the clock and the cached times."""
+    """Restore the clock and the cached times, which the study replaces to simulate costs."""
     monkeypatch.setattr(cost_model_drafter, "clock_of", cost_model_drafter.clock_of)
     monkeypatch.setattr(cost_model_drafter, "cached_times", cost_model_drafter.cached_times)
 
 
 def answers(acceptance: float, count: int = 4) -> list[Answer]:
-    """Answers of which a draft model predicts a share of the tokens, with a vague probability."""
+    """Return responses of which a draft model predicts a share, with noisy probabilities."""
     rng = random.Random(7)
     made = []
     for _ in range(count):
@@ -48,7 +48,7 @@ def test_a_fixed_length() -> None:
     assert fixed_time(answer, machine, 0) == 5.0
     # Three tokens, then two, of which the last is a bonus token.
     assert fixed_time(answer, machine, 2) == pytest.approx(1.02 + 0.2 + 1.01 + 0.1)
-    # The prompt and then three tokens are read.
+    # The first draft reads three prompt tokens, the second three new ones: two extra each.
     reading = Machine(draft_cost=0.1, node_cost=0.01, read_cost=0.5)
     extra = fixed_time(answer, reading, 2) - fixed_time(answer, machine, 2)
     assert extra == pytest.approx(0.05 * (2 + 2))
@@ -59,7 +59,7 @@ def test_a_fixed_length() -> None:
 def test_drafts_that_never_pay_cost_a_few_steps(strategy: str, draft_cost: float) -> None:
     for cold in (True, False):
         cell = study(answers(0.0), Machine(draft_cost, 0.02), strategy, cold)
-        # Reading the prompt is included.
+        # This includes reading the prompt.
         assert cell["over_none"] < (1.045 if cold else 1.03)
         assert cell["worst_over_none"] < 1.05
 

@@ -1,4 +1,4 @@
-"""The recorder proposes as the draft model does, and leaves the answer as it is."""
+"""The recorder stores the draft model's proposals and does not change the response."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_a_record_has_the_greedy_answer_and_what_the_draft_model_predicts() -> N
     answer, proposals = record(build("llama"), {"draft": draft_model("llama")}, ids, 12)
     plain = build("llama").generate(ids, max_new_tokens=12, do_sample=False)
     assert answer == plain[0, ids.shape[1] :].tolist()
-    # The last token is not predicted: there is room for the bonus token alone.
+    # The last token is not drafted: there is room only for the bonus token.
     assert len(proposals["draft"]) == len(answer)
     for position in range(len(answer) - 1):
         text = torch.tensor([[*ids[0].tolist(), *answer[:position]]])

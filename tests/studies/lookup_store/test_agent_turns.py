@@ -1,4 +1,4 @@
-"""The study of repeated requests: what is asked, what is recorded, how it is summed up."""
+"""Study of repeated requests: the requests, the records, and the summary."""
 
 from __future__ import annotations
 

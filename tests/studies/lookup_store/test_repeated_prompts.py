@@ -1,4 +1,4 @@
-"""The study of repeated prompts: what is recorded, and how it is summed up."""
+"""Study of repeated prompts: the records and the summary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_command(
     assert "| epoch | lookup" in " ".join(capsys.readouterr().out.split())
     record = json.loads(out.read_text())
     assert len(record["records"]) == 2 * 2 * 3
-    # Where nothing is stored, all variants are the same.
+    # While the store is empty, all variants are equal.
     first = record["records"][:3]
     assert len({(one["row_forwards"], one["accepted"]) for one in first}) == 1
     assert "model" not in record["settings"]

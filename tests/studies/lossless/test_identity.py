@@ -1,4 +1,4 @@
-"""The identity comparison finds what differs, and where."""
+"""Identity comparison: whether outputs are equal, and where they first differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both sampling rules answer every prompt, and quality is compared with plain generate()."""
+"""Both sampling rules run every prompt, and quality is compared with plain `generate()`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of a peer's process."""
+"""Line protocol of a peer process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ours and other processes in turn: times of both, and ties told from mistakes."""
+"""Comparison with peer processes: both are timed, and ties are distinguished from bugs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from examples.studies.peers.compare import main
 from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.contenders import plain
 
-# Says what a file says, or something else in the end; every answer takes a thousand seconds.
+# Prints responses from a file, with another last token if argument 2 is 1; each takes 1000 s.
 PEER = """
 import json, sys
 answers, other = json.load(open(sys.argv[1])), int(sys.argv[2])
@@ -58,7 +58,7 @@ def test_command(folder: Path, tmp_path: Path, command: str, capsys: Any) -> Non
     assert written["peers"] == {"right": {"other": 0}, "wrong": {"other": 1}}
     for record in written["records"]:
         theirs = record["contender"] in written["peers"]
-        # Their processor time is their own, and nobody waited for it.
+        # Peers report their own processor time, here without having used it.
         assert all((seconds >= 1000) == theirs for seconds in record["seconds"])
         assert max(record["elapsed"]) < 100
         kinds = [difference["kind"] for difference in record["differences"]]

@@ -1,4 +1,4 @@
-"""llama.cpp where it is installed: drafts change nothing."""
+"""llama.cpp, if installed: drafting does not change its outputs."""
 
 from __future__ import annotations
 

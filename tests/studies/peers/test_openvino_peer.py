@@ -1,4 +1,4 @@
-"""OpenVINO where it is installed: the answers of plain `generate()`."""
+"""OpenVINO, if installed: its outputs equal those of plain `generate()`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples.studies.peers import openvino_peer
 from examples.studies.peers.peer import started
 from hf_spec.evaluation.bench.contenders import plain
 
-# It goes with an older transformers than ours, so it has an environment of its own.
+# OpenVINO needs an older transformers, so it has its own environment.
 PYTHON = os.environ.get("OPENVINO_PYTHON")
 
 

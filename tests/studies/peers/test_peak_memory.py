@@ -1,4 +1,4 @@
-"""The peak of every contender, each from a process of its own."""
+"""Peak memory of every contender, measured in a separate process each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines to and from another process, here one that says the prompt again."""
+"""Line protocol with another process, here one that repeats the prompt."""
 
 from __future__ import annotations
 

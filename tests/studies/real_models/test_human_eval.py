@@ -1,4 +1,4 @@
-"""HumanEval: which programs pass, and that a command continues its record."""
+"""HumanEval study: which programs pass, and resuming a record."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def problems(tmp_path: Path) -> Path:
         (RIGHT.replace("math.pi", "3"), False),
         ("def area(r):\n    exit()\n", False),
         ("I do not know.", False),
-        # The prompt alone returns None.
+        # The function of the prompt alone returns None.
         ("", False),
     ],
 )
@@ -70,7 +70,7 @@ def test_command(problems: Path, folder: Path, tmp_path: Path, capsys: Any) -> N
     command += ["--strategy", "none", "--strategy", "lookup", "--new-tokens", "6"]
     main(command)
     written = json.loads(out.read_text())
-    # The order is shuffled, the same in every run.
+    # The order is shuffled, with the same result in every run.
     assert [record["problem"] for record in written["records"]] == ["Test/0", "Test/2", "Test/1"]
     for record in written["records"]:
         assert set(record["results"]) == {"plain", "none", "lookup"}
@@ -79,7 +79,7 @@ def test_command(problems: Path, folder: Path, tmp_path: Path, capsys: Any) -> N
     table = capsys.readouterr().out
     assert "| lookup |" in table
     assert "0 of 3" in table
-    # A finished command measures nothing again.
+    # A second command measures only what the record lacks.
     written["records"] = written["records"][:2]
     first = written["records"][0]["results"]["none"]["seconds"]
     out.write_text(json.dumps(written))

@@ -1,4 +1,4 @@
-"""The steps of the papers: what they run, and that all of them run on a tiny model."""
+"""Steps that reproduce the papers: their arguments, and a run of all on a tiny model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from examples.studies.real_models import papers
 from tests.cli.train.cli_files import run
 
-# Options that keep a step short; the last one of a kind counts.
+# Options that shorten a step; they override earlier ones of the same name.
 SHORT = {
     "gsd.sweep": "--per-task 1 --new-tokens 3 --max-draft-nodes 20",
     "gsd.merge_divergence": "--new-tokens 3 --max-draft-nodes 20",
@@ -76,7 +76,7 @@ def test_all_steps_on_a_tiny_model(
     ran: list[str] = []
 
     def here(command: list[str]) -> None:
-        """As a process of its own would, but shorter."""
+        """Run the command in this process, with shorter settings."""
         module, *words = command[1:]
         ran.append(module)
         if module == "hf_spec":

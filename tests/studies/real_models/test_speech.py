@@ -1,4 +1,4 @@
-"""The study of speech measures what Whisper says, with sounds in place of voices."""
+"""Speech study of Whisper, with synthetic sounds instead of voices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = dict.fromkeys(speech.STRATEGIES, 2.0)
 
 @pytest.fixture
 def sounds(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Commands that were run instead of espeak-ng, each of which returns a second of a tone."""
+    """Replace espeak-ng: log its commands, each of which returns one second of a tone."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> Any:
@@ -54,7 +54,7 @@ def test_noise_has_the_given_power() -> None:
 
 
 class Small(speech.Transcriber):
-    """A tiny model that hears noise of the same shape in every recording."""
+    """Tiny transcriber that replaces the recordings by noise of one shape."""
 
     def __init__(self) -> None:
         tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [str(row) for row in rows])

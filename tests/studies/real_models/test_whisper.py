@@ -1,4 +1,4 @@
-"""A CTranslate2 file of a small Whisper becomes the model that it was written from."""
+"""Conversion of a small Whisper's CTranslate2 file back to the original model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, VOCAB = 16, 51865
 
 
 def written(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> Path:
-    """Write arrays as CTranslate2 does."""
+    """Write arrays in the format of CTranslate2."""
 
     def name(text: str) -> bytes:
         return struct.pack("<H", len(text) + 1) + text.encode() + b"\0"
@@ -64,7 +64,7 @@ def model() -> WhisperForConditionalGeneration:
 
 
 def arrays_of(model: WhisperForConditionalGeneration) -> dict[str, np.ndarray[Any, Any]]:
-    """The weights under the names of CTranslate2, with fused projections."""
+    """Return the weights under their CTranslate2 names, with fused projections."""
     weights = model.state_dict()
     arrays: dict[str, Tensor] = {"encoder/num_heads": torch.tensor(2, dtype=torch.int16)}
 

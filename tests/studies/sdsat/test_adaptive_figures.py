@@ -1,4 +1,4 @@
-"""Figures of SDSAT over k, on hand-made records and on a real benchmark's."""
+"""Figures of SDSAT over k, from handmade records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LoRA in and outside of compiled layers: both are timed, on the same tokens."""
+"""LoRA inside and outside of compiled layers: both are timed, on the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masked lines: which are taken, how a model reads them, and that a command continues."""
+"""Infilling study: masked lines, the order of their parts, and resuming a command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_gaps_are_the_lines_with_code() -> None:
         "f.py:3", "def f(x):\n    # square\n", "    y = x * x", "\n\n    return y"
     )
     assert found[0].before == "import math\n"
-    # With the right line, a model reads the text itself.
+    # Around the correct line, the parts join to the original text.
     assert found[2].before.endswith("\n\n")
     assert found[2].after == ""
 

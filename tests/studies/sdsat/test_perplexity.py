@@ -1,4 +1,4 @@
-"""Perplexity beside an adapter: untouched to the bit, or another model's."""
+"""Perplexity with an adapter: bit-identical to the target's, or that of another model."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_what_reaches_the_text_is_seen(
     right = getattr(AdaptiveTokens, replaced)
 
     def wrong(self: AdaptiveTokens, *args: Any) -> Any:
-        # A row of the text is taken for an adaptive token.
+        # A row of the text is treated as an adaptive token.
         ids = args[-1].clone()
         ids[:, 1] = -1
         return right(self, *args[:-1], ids)
 
     monkeypatch.setattr(AdaptiveTokens, replaced, wrong)
     seen = not torch.equal(with_adapter(build("llama"), tmp_path / mode, texts), untouched)
-    # Without a LoRA there is nothing that acts on layers.
+    # Without a LoRA, nothing changes the layers.
     assert seen == (mode == "gated" or replaced == "embed")
 
 

@@ -1,4 +1,4 @@
-"""Programs in a process of their own: what passes, what fails, and what they cannot do."""
+"""Sandboxed programs: which pass, which fail, and what they cannot do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_time_is_limited(program: str) -> None:
 
 
 def test_nothing_happens_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No code, no variable of the environment and no folder is shared."""
+    """No modules, environment variables, or folders are shared."""
     monkeypatch.setenv("SECRET", "kept")
     monkeypatch.chdir(tmp_path)
     program = "import os, sys\nopen('left', 'w').write('x')\nassert 'SECRET' not in os.environ\n"
@@ -58,7 +58,7 @@ def test_where_there_is_no_network_nothing_can_be_reached() -> None:
     outcome = run_program(program)
     assert not outcome.passed
     if not run_program("pass").network:
-        # Not even this machine's own interface is up.
+        # Not even the loopback interface is up.
         reached = "import socket, errno\ntry:\n    " + program.split("\n")[1]
         reached += "\nexcept OSError as error:\n    assert error.errno == errno.ENETUNREACH"
         assert run_program(reached).passed

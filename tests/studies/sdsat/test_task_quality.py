@@ -1,4 +1,4 @@
-"""Tasks that can be right or wrong: how answers are read and judged, and that programs are run."""
+"""Task quality: parsing and judging of responses, running programs, and resuming."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_command(folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) ->
     assert capsys.readouterr().out.splitlines()[2:] == rows
     (records,) = json.loads(out.read_text())["results"].values()
     assert [one["right"] for one in records] == [True, False, True, False]
-    # What the file knows is not asked again; what is new is added.
+    # Recorded responses are not generated again; a new one would raise `KeyError`.
     said.clear()
     main([*command, "--tuned", str(folder)])
     assert capsys.readouterr().out.splitlines()[2:] == rows

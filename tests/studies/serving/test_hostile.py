@@ -1,4 +1,4 @@
-"""Poisonous and leaving clients beside innocent ones, on a real server with a tiny model."""
+"""Hostile and disconnecting clients next to innocent ones, on a real server with a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load on real servers with a tiny model: nothing lost, nothing hung, answers as plain."""
+"""Load on real servers with a tiny model: no request is lost or hangs, and outputs are equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("openai", reason="needs the extra 'serve'")
 from examples.studies.serving import load
 from examples.studies.serving.load import BATCHED, KINDS, OURS, PLAIN
 
-# MiB that a server may hold more after the last turn than after the first.
+# Maximum growth of a server's memory from the first to the last part, in MiB.
 MARGIN = 32
 
 
@@ -62,7 +62,7 @@ def test_the_servers_under_load(folder: Path, tmp_path: Path) -> None:  # noqa: 
     for name in (PLAIN, BATCHED):
         theirs = found["servers"][name]
         assert theirs["requests"] == 18, "no limit, so nothing beyond it"
-        # All but the malformed, which get status 500 there.
+        # All except the malformed requests, which get status 500 there.
         assert theirs["as_expected"] == 16
     metrics = found["metrics"]
     assert metrics['hf_spec_requests_total{outcome="failed"}'] == 0

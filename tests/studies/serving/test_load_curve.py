@@ -1,4 +1,4 @@
-"""Every load is measured with every strategy, and the outputs are equal."""
+"""Every load is measured with every strategy, with equal outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "curve.json"
     size = ["--new-tokens", "3", "--repeats", "2", "--prompt-tokens", "150"]
     command = ["--model", str(folder), "--strategy", "lookup", "--out", str(out), *size]
-    # The second command goes on where the first one ended.
+    # The second command resumes the record of the first.
     main([*command, "--load", "1"])
     first = json.loads(out.read_text())["records"]
     main([*command, "--load", "1", "--load", "3"])

@@ -1,3 +1,3 @@
-"""The tiny target and its answers, as the tests of training have them."""
+"""Fixtures of the training tests: the tiny target and its responses."""
 
 from tests.training.conftest import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Calibration: what is measured, what is chosen, and what is refused."""
+"""DISCO calibration: measurements, the selected options, and rejected inputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROMPTS = [Prompt(f"v{i}", "x", ("".join(words),)) for i, words in enumerate(["b
 
 
 def words() -> Any:
-    """The shared tokenizer, cutting texts into its two-letter words."""
+    """Return the shared tokenizer, which splits texts into its two-letter words."""
     made = copy.deepcopy(tokenizer())
     made.backend_tokenizer.pre_tokenizer = Split(Regex(".."), "isolated")
     return made
@@ -93,7 +93,7 @@ def test_the_table_is_a_median_of_medians() -> None:
         record("b", "p", 0, 2.0),
     ]
     table = tabulate(records)
-    # Of prompt p 2, 8 and 1 times as fast, of prompt q half as fast.
+    # Prompt p: 2x, 8x, and 1x as fast as plain; prompt q: half as fast.
     assert table["a"]["ratio"] == (2 + 0.5) / 2
     assert table["a"]["tau"] == (3 * 1 + 4) / 4
     assert (table["a"]["identical"], table["b"]["identical"]) == (False, True)
@@ -118,7 +118,7 @@ def test_forwards_at_their_median_cost_do_not_depend_on_a_slow_moment() -> None:
     table = compare_by_forwards(records, {"b": "disco"})
     assert table["reference"]["ratio_at_one_price"] == 1
     assert table["a"]["ratio_at_one_price"] == pytest.approx(15 / 11)
-    # Over prompts the median of 1 and 1.5.
+    # The median over the prompts: 1x and 1.5x.
     assert table["b"]["ratio_at_one_price"] == pytest.approx((15 / 15 + 30 / 20) / 2)
 
 
@@ -167,12 +167,12 @@ def test_prompts_of_the_benchmark_are_refused(tmp_path: Path) -> None:
 def test_forwards_count_and_not_the_seconds_of_one_generation() -> None:
     generations = [
         ForwardCounts("static", 10, 1.0, 20, 0.2),
-        # The same forwards in a slow moment.
+        # The same numbers of forward passes, timed at a slow moment.
         ForwardCounts("static", 10, 3.0, 20, 0.9),
         ForwardCounts("static", 5, 0.5, 40, 0.4),
         ForwardCounts("disco", 8, 0.8, 10, 0.3),
         ForwardCounts("none", 12, 1.2, 0, 0.0),
     ]
     costs = seconds_at_median_cost(generations)
-    # Verifying costs 0.1 each, a level 0.01, and 0.03 with a classifier.
+    # A verify pass costs 0.1, a draft level 0.01, or 0.03 with a classifier.
     assert costs == pytest.approx([1.2, 1.2, 0.9, 1.1, 1.2])

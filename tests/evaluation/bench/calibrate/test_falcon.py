@@ -1,4 +1,4 @@
-"""Calibration of Falcon's tree: acceptance is exact, and what is chosen is what is drafted."""
+"""Falcon tree calibration: acceptance is exact, and the selected tree is drafted."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TestAcceptance:
     @pytest.mark.parametrize("tree", [RankTree.chain(4), BUSHY], ids=["chain", "bushy"])
     @pytest.mark.parametrize("size", [1, 2, 3])
     def test_ranks_are_those_of_a_real_generation(self, size: int, tree: RankTree) -> None:
-        """From root to root through the ranks, as a generation goes from round to round."""
+        """Following the ranks from root to root gives the rounds of a real generation."""
         new_tokens = 40
         for head, prompt in (
             (knowing_head(size), settled_prompt("llama")),
@@ -116,15 +116,15 @@ class TestAcceptance:
             )
             assert stats.target_forwards == 1 + len(starts)
             assert stats.accepted_tokens == sum(accepted for _, accepted in starts)
-            # What is predicted of these drafts is what they brought, but for the end of the text.
+            # The predicted and the accepted tokens are equal, except at the end of the text.
             share = accepted_paths(ranks[[start for start, _ in starts]], VOCAB)
             predicted = len(starts) * sum(share.get(path, 0.0) for path in tree.paths)
-            # The shares are rounded numbers, their sum is one of whole tokens.
+            # The shares are rounded; their sum over all rounds is a whole number of tokens.
             assert 0 <= round(predicted, 6) - stats.accepted_tokens <= tree.height
 
     def test_every_place_of_every_answer(self) -> None:
         head, ticks = random_head("llama", 3, 1), []
-        # The second one is too short; the first drafts of the third lack pairs.
+        # The second is too short; in the third, the first draft has fewer than 3 tokens to read.
         answers = [answer(9), answer(4), answer(9, torch.tensor([[5, 6]]))]
         ranks = true_ranks(head, build("llama"), answers, SETTINGS, lambda: ticks.append(1))
         assert (len(ranks), len(ticks)) == (5 + 4, 3)
@@ -270,7 +270,7 @@ class TestRounds:
         )
         accepted = [len(ranks) for ranks in rounds.ranks]
         assert all(ranks == list(range(len(ranks))) for ranks in rounds.ranks)
-        # The last token may come without a draft.
+        # The last token may be generated without a draft.
         assert NEW_TOKENS - (sum(accepted) + len(accepted) + 1) in {0, 1}
         assert rounds.tokens(3) == 1 + sum(accepted) / len(accepted)
         assert rounds.tokens(1) == 1 + sum(map(bool, accepted)) / len(accepted)
@@ -293,7 +293,7 @@ class TestRounds:
 
 
 def first_round(head: FalconHead, prompt: Any, count: int) -> int:
-    """Accepted nodes of the first draft, of which the `count` likeliest nodes are sent."""
+    """Return how many nodes of the first draft are accepted if the `count` likeliest are sent."""
     heard: list[int] = []
     original = FalconDrafter.observe
 
@@ -310,7 +310,7 @@ def first_round(head: FalconHead, prompt: Any, count: int) -> int:
             spec_strategy=FalconConfig(tree=BUSHY.paths, max_nodes=count),
             assistant=head,
         )
-    # The prompt's own forward comes first, and has no draft.
+    # The prefill comes first and has no draft.
     return heard[1]
 
 
