@@ -1,4 +1,4 @@
-"""Tiny random models of any class that transformers maps, made from the defaults of its config."""
+"""Tiny random models of any class in transformers' auto mappings, built from its default config."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from transformers.models.auto.modeling_auto import (
 from tests.tiny_models import VOCAB
 
 LAYERS = 4
-# A model that stays larger was not made small by what is known here.
+# A larger model means that `SIZES` and `OWN` miss one of its size fields.
 MOST_PARAMETERS = 20_000_000
 
-# What each size becomes, by the words that configs have for it; a smaller default stays.
+# Reduced value -> config fields that get it, unless their default is smaller.
 SIZES: dict[int, str] = {
     VOCAB: (
         "vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab ngram_vocab_size_base"
@@ -78,7 +78,7 @@ SIZES: dict[int, str] = {
     0: "num_kv_shared_layers num_nextn_predict_layers mtp_num_hidden_layers num_mtp_layers",
 }
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-# Tokens that stand for something, within the vocabulary.
+# Special token ids within the small vocabulary.
 TOKENS = {
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -108,14 +108,14 @@ TOKENS = {
     **dict.fromkeys(("boa_token_id", "boa_token_index"), 95),
     **dict.fromkeys(("eoa_token_id", "eoa_token_index"), 96),
 }
-# Whatever the default is.
+# Values that override any default.
 ALWAYS = {
     "pad_token_id": 0,
-    # Encoders that can be made decoders are, as `AutoModelForCausalLM` wants them.
+    # Makes encoders run as decoders, as `AutoModelForCausalLM` requires.
     "is_decoder": True,
     "initializer_range": 0.3,
     "init_std": 0.3,
-    # One layer in two attends, where the others are recurrent.
+    # In hybrid models every second layer is an attention layer.
     "attn_layer_indices": [1, 3],
     "attn_layer_period": 2,
     "attn_layer_offset": 1,
@@ -123,8 +123,8 @@ ALWAYS = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _CODES = {f"IMGIMG{letter}Z": 80 + i for i, letter in enumerate("ABCD")}
 _VISUAL = {f"<|visual token {i:06d}|>": 80 + i for i in range(4)}
-# By model type: sizes that depend on each other in a way of the class's own, defaults that are
-# missing, and layers of a kind that is in all real checkpoints and not in the default.
+# Overrides by model type: sizes with class-specific constraints, missing defaults, and layer types
+# that all real checkpoints have but the default config lacks.
 OWN: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 90, **_CODES}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
@@ -195,7 +195,7 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"n_mamba_heads": 8},
 }
-# Sizes that some defaults leave out.
+# Sizes that are None in some default configs.
 NEEDED = (
     "head_dim",
     "num_key_value_heads",
@@ -220,11 +220,11 @@ LEFT_OUT = (
 
 
 class NotMadeError(Exception):
-    """No tiny model of a class could be made, or plain `generate()` does not run on it."""
+    """Raised if no tiny model of a class can be built, or plain `generate()` fails on it."""
 
 
 def classes() -> list[tuple[str, str]]:
-    """(model type, class) of all text and image-text models, each class once."""
+    """Return (model type, class) of all text and image-text models, each class once."""
     found: dict[str, str] = {}
     for kind, name in entries():
         found.setdefault(name, kind)
@@ -232,7 +232,7 @@ def classes() -> list[tuple[str, str]]:
 
 
 def entries() -> list[tuple[str, str]]:
-    """(model type, class) of all entries of the two mappings; some classes stand in several."""
+    """Return (model type, class) of all entries of the two mappings; some classes occur twice."""
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     return [
         (kind, name if isinstance(name, str) else name[0])
@@ -242,10 +242,10 @@ def entries() -> list[tuple[str, str]]:
 
 
 def build(kind: str, name: str) -> PreTrainedModel:
-    """A random model of the named class.
+    """Return a random model of the named class.
 
     Raises:
-        NotMadeError: says what was in the way.
+        NotMadeError: if no small model can be built; the message has the reason.
     """
     try:
         made: Any = getattr(transformers, name)
@@ -258,7 +258,7 @@ def build(kind: str, name: str) -> PreTrainedModel:
         torch.manual_seed(0)
         model: PreTrainedModel = made._from_config(config).eval().float()
     except Exception as error:
-        # Configs and models refuse sizes in every way there is.
+        # Configs and models raise many kinds of errors for unsupported sizes.
         raise NotMadeError(f"{type(error).__name__}: {error}") from error
     with torch.no_grad():
         for weight in model.parameters():
@@ -274,10 +274,10 @@ def build(kind: str, name: str) -> PreTrainedModel:
 
 
 def _shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config with small values, those of configs inside it too."""
+    """Return the fields of a config with small values, including those of nested configs."""
     small: dict[str, Any] = {}
     for name, value in fields.items():
-        # One value a layer, or nothing: the class makes its own.
+        # Per-layer or empty values are omitted: the class computes its own.
         many = isinstance(value, (list, dict)) and (len(value) >= 8 or not value)
         if name in ALWAYS:
             small[name] = ALWAYS[name]
@@ -308,7 +308,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """As they are, with small sections for models of three-dimensional positions."""
+    """Return a copy of RoPE parameters, with small sections for M-RoPE."""
     small = copy.deepcopy(dict(parameters))
     for one in (small, *(part for part in small.values() if isinstance(part, dict))):
         if "rope_type" in one:

@@ -1,4 +1,4 @@
-"""Verifiers that change the distribution, and one that changes greedy output: planted mistakes."""
+"""Broken verifiers: three that bias sampling, and one that changes greedy output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_spec.engine.forward.draft_tree import Verdict
 
 
 class NoResidual(ResidualRejection):
-    """After a rejection it draws from the target's distribution itself."""
+    """Verifier that samples from the target, not from the residual, after a rejection."""
 
     @staticmethod
     def _judge(tree: Any, nodes: Any, target: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ class NoResidual(ResidualRejection):
 
 
 class SiblingsWithoutUpdate(ResidualRejection):
-    """Every sibling is held against the probabilities that were right for the first."""
+    """Verifier that judges every sibling by the probabilities that apply to the first."""
 
     @staticmethod
     def _judge(tree: Any, nodes: Any, target: Tensor) -> Tensor:
@@ -35,7 +35,10 @@ class SiblingsWithoutUpdate(ResidualRejection):
 
 
 def _first_fit(tree: Any, node: int, target: Tensor) -> tuple[int, bool]:
-    """The first child that fits the untouched distributions, else a draw from the target's."""
+    """Return the first child that the initial distributions accept, else a target sample.
+
+    The second value is True if a child was accepted.
+    """
     for child in tree.children[node]:
         token = tree.tokens[child]
         if float(torch.rand(()) * tree.draft_probs[node, token]) < float(target[token]):
@@ -44,7 +47,7 @@ def _first_fit(tree: Any, node: int, target: Tensor) -> tuple[int, bool]:
 
 
 class RedrawnBonus(NodeDraw):
-    """Draws again where no child carries the token that was drawn."""
+    """Verifier that redraws a token that matches no child."""
 
     def _step(self, tree: Any, walk: Any, here: Any, paths: Any) -> dict[int, Any]:
         first = super()._step(tree, walk, here, paths)
@@ -56,7 +59,7 @@ class RedrawnBonus(NodeDraw):
 
 
 class OneTooMany(NodeDraw):
-    """Accepts one more drafted token than the target agrees with."""
+    """Verifier that accepts one more draft token than the target agrees with."""
 
     def verify(
         self, tree: Any, logits: Tensor, state: Any, result: Tensor | None = None

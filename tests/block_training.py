@@ -1,4 +1,4 @@
-"""Heads and single blocks for the tests of training DFlash heads."""
+"""Random heads and single-block references for the tests of DFlash training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = ((None, False),) * 2
 def published(
     model: PreTrainedModel, texts: list[Text], folder: Path, **more: Any
 ) -> PublishedHead:
-    """A head with large random weights, and the sizes of the plain implementation."""
+    """Return a head with large random weights and the constants of `block_outputs()`."""
     torch.manual_seed(0)
     made = new_head(model, texts, SETTINGS, folder)
     kept = ("lm_head.weight", "d2t", "t2d")
@@ -41,7 +41,7 @@ def published(
 def one_block(
     model: PreTrainedModel, head: BlockHead, tokens: list[int], place: int, states: Tensor
 ) -> Tensor:
-    """(b, width) outputs of the block whose context ends at a place, in plain torch."""
+    """Return (b, width) outputs of the block whose context ends at a position, in plain torch."""
     weights = {name: weight.detach() for name, weight in head.named_parameters()}
     embedding = model.get_input_embeddings().weight  # type: ignore[union-attr]
     mask = head.shape.mask_token_id

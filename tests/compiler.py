@@ -1,4 +1,4 @@
-"""Tests that build a C++ kernel are for machines with a compiler; others do without the kernel."""
+"""Helpers for tests that build C++ kernels, which are skipped on machines without a compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler"
 
 @contextmanager
 def built_for(processor: str, cached: Callable[..., Any]) -> Iterator[None]:
-    """Kernels are built for a processor by its name in GCC; `cached` keeps what was loaded."""
+    """Build kernels for a processor (a GCC `-march` name) inside the block.
+
+    `cached` is the cached function that loads the kernel.
+    """
     forget = build.load.cache_clear, cached.cache_clear  # type: ignore[attr-defined]
     flags = [flag.replace("native", processor) for flag in build.FLAGS]
     try:

@@ -20,8 +20,8 @@ neutralize(os.environ)
 
 import torch
 
-# Without a GPU the kernels run in Triton's interpreter, which has to be chosen before the first
-# import of Triton; transformers imports it.
+# Without a GPU the kernels run in Triton's interpreter. It must be enabled before the first import
+# of Triton, which transformers imports.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -36,7 +36,7 @@ from tests.model_watch import left_behind
 from tests.tiers import runs_by_default
 from tests.tiny_models import SHARED
 
-# Two processes share the files; what lasts minutes begins while there is other work beside it.
+# Two processes share the files. Files that take minutes start first, so that both stay busy.
 LONGEST = (
     "tests/examples/test_notebooks.py",
     "tests/test_distribution.py",
@@ -54,7 +54,7 @@ LONGEST = (
 # Before pytest deselects by marker.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, and mark `full` what `tests/tiers.py` says."""
+    """Put the longest files first, and mark tests as `full` by the rules of `tests/tiers.py`."""
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
     for item in items:
@@ -66,14 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay: collections of garbage, a sixth of some tests, pass them by."""
+    """Exempt modules and tests from garbage collection, which takes a sixth of some tests' time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, and lose tenfold where cores are shared."""
+    """Use one thread: tiny tensors gain nothing from more, and run 10x slower on shared cores."""
     before = torch.get_num_threads()
     if request.node.get_closest_marker("real") is None:
         torch.set_num_threads(1)
@@ -83,7 +83,7 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def no_stored_graphs() -> Iterator[None]:
-    """CUDA graphs, and failures to capture them, of neither earlier nor later tests."""
+    """Clear cached CUDA graphs and capture failures before and after a test."""
     graph_store.forget()
     yield
     graph_store.forget()
@@ -98,19 +98,19 @@ def load_float32(folder: Path) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct: (model, tokenizer)."""
+    """Return (model, tokenizer) of SmolLM2-135M-Instruct."""
     return load_float32(smollm2_135m_instruct())
 
 
 @pytest.fixture(scope="session")
 def gemma3() -> tuple[Any, Any]:
-    """Gemma-3-270M, base model with a sliding window: (model, tokenizer)."""
+    """Return (model, tokenizer) of Gemma-3-270M, a base model with a sliding window."""
     return load_float32(gemma3_270m())
 
 
 @pytest.fixture(scope="session")
 def new_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedPython]:
-    """Runs programs in the root of this checkout, for tests of what an import does."""
+    """Yield a runner of programs in the root of this checkout, for tests of imports."""
     programs = ForkedPython(sys.executable, ROOT, tmp_path_factory.mktemp("streams"), os.environ)
     yield programs
     programs.close()
@@ -118,32 +118,32 @@ def new_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedPytho
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The source archive and the wheel."""
+    """Return the source archive and the wheel."""
     return build(tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture(scope="session")
 def programs(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the programs of an environment with the wheel."""
+    """Return the folder of the programs of an environment with the wheel."""
     return install(built.wheel, tmp_path_factory.mktemp("environment"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def shared_models_are_left_bare() -> Iterator[None]:
-    """What a file leaves on the models that all share, the tests after it would run with."""
+    """Check that no file leaves hooks on the shared models, which would affect later tests."""
     yield
     assert not left_behind(SHARED)
 
 
 @pytest.fixture(autouse=True)
 def cheap_drafts() -> Iterator[None]:
-    """Rounds that cost what a large target's do, the same in every run.
+    """Fix round costs to those of a large target, the same in every run.
 
-    Drafts whose length is measured would be given up where draft and target are both tiny. Tests
-    of the measuring put this aside with a fixture of the same name.
+    With a tiny draft and target, length policies that use measured times would stop drafting. Tests
+    of the measurement override this fixture with one of the same name.
     """
-    # Not the fixture `monkeypatch`: used here it would be undone after the fixtures of a test,
-    # which may rely on what a test patched being gone.
+    # Not the fixture `monkeypatch`: requested here, it would be undone only after the fixtures of a
+    # test, which may rely on the test's own patches being undone.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured, "cached_times", lambda *_: round_costs.RoundTimes())
         patch.setattr(measured, "PLAIN_STEPS", 0)

@@ -1,4 +1,4 @@
-"""Stopping criteria of every kind that a user may write; calls with them, beside plain ones."""
+"""Stopping criteria such as users write, and comparison of calls with them to plain ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Answer = bool | Tensor
 
 
 class Recording(StoppingCriteria):
-    """Keeps the text of every call, then decides."""
+    """Criterion that records the tokens of every call; base class."""
 
     def __init__(self) -> None:
         self.calls: list[list[list[int]]] = []
@@ -33,7 +33,7 @@ class Recording(StoppingCriteria):
 
 
 class AfterCalls(Recording):
-    """Ends everything with its n-th call."""
+    """Criterion that ends all rows at its n-th call."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -44,11 +44,11 @@ class AfterCalls(Recording):
 
 
 class StoppedError(Exception):
-    """Raised by a criterion."""
+    """Error raised by a criterion."""
 
 
 class RaiseAtCall(AfterCalls):
-    """Fails at its n-th call."""
+    """Criterion that raises at its n-th call."""
 
     def decide(self, input_ids: Tensor, scores: Any) -> Answer:
         if len(self.calls) >= self.count:
@@ -57,7 +57,7 @@ class RaiseAtCall(AfterCalls):
 
 
 class AnyRowSays(Recording):
-    """Ends everything when any row says one of these tokens; one bool."""
+    """Criterion that ends all rows if any newest token is one of these; returns one bool."""
 
     def __init__(self, tokens: list[int]):
         super().__init__()
@@ -68,7 +68,7 @@ class AnyRowSays(Recording):
 
 
 class RowSays(AnyRowSays):
-    """Ends everything when one certain row says one of these tokens; a tensor of no dimension."""
+    """Criterion that ends all rows if a given row's newest token is one of these; 0-d tensor."""
 
     def __init__(self, tokens: list[int], row: int):
         super().__init__(tokens)
@@ -79,14 +79,14 @@ class RowSays(AnyRowSays):
 
 
 class EachRowSays(AnyRowSays):
-    """Ends the rows that say one of these tokens; a tensor per row."""
+    """Criterion that ends each row whose newest token is one of these; one value per row."""
 
     def decide(self, input_ids: Tensor, scores: Any) -> Answer:
         return torch.isin(input_ids[:, -1], torch.tensor(self.tokens))
 
 
 class EachRowHasSaid(AnyRowSays):
-    """Ends everything when every row has said one of these tokens; remembers the rows."""
+    """Criterion that ends all rows once each has had one of these tokens; stateful."""
 
     def __init__(self, tokens: list[int]):
         super().__init__(tokens)
@@ -99,7 +99,7 @@ class EachRowHasSaid(AnyRowSays):
 
 
 class SumOfBatch(Recording):
-    """Ends everything by a sum over the whole batch, padding included."""
+    """Criterion that ends all rows by a sum over the whole batch, padding included."""
 
     def __init__(self, modulus: int):
         super().__init__()
@@ -110,7 +110,7 @@ class SumOfBatch(Recording):
 
 
 class LongestRun(Recording):
-    """Ends a row at its n-th different token; remembers every row's tokens; a tensor per row."""
+    """Criterion that ends a row at its n-th distinct token; stateful, one value per row."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -124,7 +124,7 @@ class LongestRun(Recording):
 
 
 class Confident(Recording):
-    """Ends everything when the least certain row is this certain; reads the scores of all rows."""
+    """Criterion that ends all rows if the least confident exceeds `least`; reads all scores."""
 
     def __init__(self, least: float):
         super().__init__()
@@ -137,7 +137,7 @@ class Confident(Recording):
 
 
 def run(model: Any, given: dict[str, Any], rules: list[Any]) -> tuple[Any, str, list[Any]]:
-    """Output, error and the criteria that were asked, from copies that remember nothing yet."""
+    """Return the output, the error and the criteria of a call with fresh copies of `rules`."""
     rules = copy.deepcopy(rules)
     try:
         output = model.generate(**given, stopping_criteria=StoppingCriteriaList(rules))
@@ -149,13 +149,13 @@ def run(model: Any, given: dict[str, Any], rules: list[Any]) -> tuple[Any, str, 
 def compare(
     model: Any, given: dict[str, Any], rules: list[Any], speculation: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Check that a call with criteria is as in plain `generate()`.
+    """Check that a call with criteria matches plain `generate()`.
 
-    Compared are tokens, what each criterion was shown at each call, scores, logits, exceptions,
-    what was streamed, and the statistics with the tokens that came out.
+    Compares tokens, the inputs of every criterion call, scores, logits, exceptions and streamed
+    tokens, and the statistics with the number of generated tokens.
 
     Returns:
-        Both outputs, None where a criterion failed.
+        Both outputs, None if a criterion raised.
     """
     width = given["input_ids"].shape[1]
     expected, error, right = run(model, given, rules)
@@ -186,7 +186,7 @@ def compare(
 
 
 def _check_scores(ours: Any, theirs: Any, said: Tensor) -> None:
-    """Equal wherever a row has a token of its own; after its end the output has zeros."""
+    """Check that scores are equal until a row ends; after that the output has zeros."""
     assert (ours is None) == (theirs is None)
     for step, (mine, right) in enumerate(zip(ours or [], theirs or [], strict=True)):
         for row in range(len(said)):

@@ -1,4 +1,4 @@
-"""Rounds of tiny models on the pretended GPU: their tokens and drafts, and what they cost."""
+"""Rounds of tiny models on the fake GPU: their tokens, drafts and costs."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def gemma_assistant() -> Any:
 
 @dataclass
 class Case:
-    """A way to decode.
+    """Settings of a generation.
 
     Attributes:
         config: the strategy.
-        assistant: makes the draft model or head, on the CPU.
+        assistant: returns the draft model or head, on the CPU.
         model: name of the tiny target.
-        num_rows, new_tokens: how much it decodes.
+        num_rows, new_tokens: size of the output.
         ends: tokens that end a row.
-        processors: those of the scores.
-        sampled: draw tokens.
-        level_cost: time of a drafted level in steps of the target, for the default length policy:
-            times of a pretended device are not those of a real one.
+        processors: logits processors.
+        sampled: sample the tokens.
+        level_cost: time of a draft level in target steps, for the default length policy. Times
+            measured on the fake device would not be realistic.
     """
 
     config: Any
@@ -80,7 +80,7 @@ class Case:
     level_cost: float | None = None
 
     def begin(self, there: Callable[[Tensor], Tensor]) -> GenerationState:
-        """A generation on a device, from prompts of several lengths."""
+        """Return a state with prompts of several lengths; `there` moves tensors to a device."""
         settled = tiny_models.settled_prompt(self.model)[0]
         rows = [settled[: len(settled) - 3 * row] for row in range(self.num_rows)]
         ids, mask = (there(tensor) for tensor in tiny_models.left_padded(rows).values())
@@ -101,7 +101,7 @@ class Case:
 
 @dataclass
 class Round:
-    """A draft, its longest possible depth, what its round cost, and whether graphs were made."""
+    """Draft of a round, its depth limit and costs, and whether a graph was prepared or captured."""
 
     tree: DraftTree
     limit: int
@@ -115,7 +115,7 @@ class Round:
 
 @dataclass
 class Call:
-    """The tokens and rounds of a call, its captures, and its graphs of whole drafts."""
+    """Tokens and rounds of a call, with its numbers of captures and of whole-draft graphs."""
 
     tokens: list[list[int]]
     rounds: list[Round]
@@ -128,7 +128,7 @@ class Call:
 
 
 def graphs_of(drafter: Any) -> StepGraphs | None:
-    """The graphs of an active drafter, also of one that a cost model cuts."""
+    """Return the graphs of an active drafter, also if a cost model wraps it."""
     drafter = drafter._main.drafter if hasattr(drafter, "_main") else drafter
     graphs: StepGraphs | None = getattr(drafter._runner, "_graphs", None)
     return graphs
@@ -136,7 +136,7 @@ def graphs_of(drafter: Any) -> StepGraphs | None:
 
 @torch.no_grad()
 def decode(case: Case, model: Any, drafter: Drafter, gpu: FakeGpu | None = None) -> Call:
-    """Decode all rows, without `gpu` on the CPU."""
+    """Decode all rows, on the CPU if there is no `gpu`."""
     torch.manual_seed(0)
     state = case.begin(OnGpu if gpu else lambda tensor: tensor)
     target = ModelRunner(model, case.num_rows, drafter.hidden_layers)
@@ -157,7 +157,7 @@ def decode(case: Case, model: Any, drafter: Drafter, gpu: FakeGpu | None = None)
                     tree,
                     min(limits.values()),
                     log.launches,
-                    # A fetch ends with the host waiting for its copy.
+                    # The host waits at the end of every fetch.
                     sum(log.waits.values()) + log.fetches,
                     log.sends,
                     log.sent_bytes,
@@ -173,7 +173,7 @@ def decode(case: Case, model: Any, drafter: Drafter, gpu: FakeGpu | None = None)
 
 
 class Device:
-    """The pretended GPU, with the model and the assistant of a case on it."""
+    """Fake GPU that holds the model and the assistant of a case."""
 
     def __init__(self, case: Case, monkeypatch: pytest.MonkeyPatch):
         self.case = case

@@ -25,7 +25,10 @@ Expected = Callable[[list[int], list[int]], Tensor]
 
 @torch.no_grad()
 def check_rounds(model: PreTrainedModel, drafter: Drafter, expected: Expected) -> int:
-    """Three rounds of a ragged batch, the last two against the reference; accepted tokens."""
+    """Compare the drafts of two rounds of a ragged batch with a reference.
+
+    One round without a comparison comes first. Returns the accepted tokens of the two rounds.
+    """
     state = start(ragged_batch(LENGTHS))
     target = ModelRunner(model, state.num_rows, drafter.hidden_layers)
     accepted = 0

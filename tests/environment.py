@@ -1,6 +1,6 @@
 """Environment variables of the tests and of the programs that they start.
 
-Results do not depend on what the user has set. These choices of the user stay: the GPUs
+Results do not depend on the user's variables. These settings are kept: the GPUs
 (`CUDA_VISIBLE_DEVICES`), the device of the tiny models (`HF_SPEC_TEST_DEVICE`), fewer threads, the
 cache of the converted models (`HF_SPEC_CACHE`), and proxies, which pip may need to download them.
 """
@@ -34,32 +34,32 @@ REMOVED = (
     "TERMINAL_WIDTH",
     "TTY_COMPATIBLE",
     "TTY_INTERACTIVE",
-    # Without it, programs that tests start compile the package once.
+    # With it, every program that tests start would compile the package again.
     "PYTHONDONTWRITEBYTECODE",
-    # Output that programs do not have otherwise.
+    # Extra output of programs.
     "PYTHONWARNINGS",
     "TORCH_LOGS",
     # Languages and encodings of messages.
     "LANGUAGE",
     "LC_ALL",
-    # MKL prefers it to `OMP_NUM_THREADS`.
+    # Overrides `OMP_NUM_THREADS` in MKL.
     "MKL_NUM_THREADS",
 )
 KEPT = ("HF_SPEC_CACHE", "HF_SPEC_TEST_DEVICE")
-# A terminal of the usual size, even where pytest runs in another one without capturing.
+# A terminal of standard size, even if pytest runs in another one without capturing.
 SET = {"COLUMNS": "80", "LINES": "24", "TERM": "xterm", "LANG": "C.UTF-8"}
-# Servers that tests start, which no proxy reaches.
+# Hosts of servers that tests start, which must bypass proxies.
 LOCAL = ("127.0.0.1", "localhost")
 
 
 def neutralize(variables: MutableMapping[str, str]) -> None:
     """Remove or set all variables on which tests depend.
 
-    Call it before torch, transformers and huggingface_hub are imported, which read them once.
+    Call this before the import of torch, transformers and huggingface_hub, which read them once.
     """
     for name in list(variables):
         removed = name in REMOVED or (name.startswith(PREFIXES) and name not in KEPT)
-        # httpx opens every proxy at once, and SOCKS needs a package that tests do not have.
+        # httpx opens all proxies at once, and SOCKS needs a package that the tests do not install.
         socks = name.lower().endswith("_proxy") and variables[name].startswith("socks")
         if removed or socks:
             del variables[name]
@@ -68,13 +68,13 @@ def neutralize(variables: MutableMapping[str, str]) -> None:
         hosts = [host for host in variables.get(name, "").split(",") if host]
         variables[name] = ",".join(dict.fromkeys([*hosts, *LOCAL]))
     _limit_threads(variables)
-    # Without the user's models, tokens and downloaded code.
+    # A new home has none of the user's models, tokens and downloaded code.
     variables["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home-")
     atexit.register(shutil.rmtree, variables["HF_HOME"], ignore_errors=True)
 
 
 def _limit_threads(variables: MutableMapping[str, str]) -> None:
-    """Share the cores among the processes of `pytest -n`, which wait for each other's threads."""
+    """Divide the cores among the processes of `pytest -n`, so that their threads do not wait."""
     processes = variables.get("PYTEST_XDIST_WORKER_COUNT")
     limit = max(1, (os.cpu_count() or 1) // int(processes or 1))
     chosen = variables.pop("OMP_NUM_THREADS", "")

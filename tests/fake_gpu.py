@@ -1,11 +1,11 @@
-"""A GPU that is not there: tensors that are said to be on one, and a log of who waits for it.
+"""Fake GPU: tensors that report a device, and a log of the operations that block the host.
 
-Every tensor of the pretended device wraps one on the CPU, where everything is computed. A dispatch
-mode sees each operation and takes down what would hold the host up on a real GPU: reading a value,
-results whose size the device decides, and copies between the two that somebody waits for. The
-kernels' references stand in for the kernels, and nobody looks at what they do inside.
+Every tensor of the fake device wraps a CPU tensor, on which everything is computed. A dispatch mode
+intercepts each operation and records those that would block the host on a real GPU: reading a
+value, results whose size depends on data, and synchronous copies between host and device. Kernels
+run as their torch references, whose inner operations are not recorded.
 
-The device is called `meta`, the only one beside the CPU that every build of PyTorch knows.
+The device is called `meta`, the only one besides the CPU that every build of PyTorch has.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.methods.block import runner as block_runner
 
 DEVICE = torch.device("meta")
-# They give another look at the same memory.
+# Operations that return the same memory.
 FREE = {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh"}
 
 
 class OnGpu(Tensor):
-    """A tensor of the pretended device."""
+    """Tensor on the fake device."""
 
     held: Tensor
 
@@ -70,17 +70,16 @@ class OnGpu(Tensor):
 
 
 class FakeGpu(TorchDispatchMode):
-    """Computes on the CPU what is asked of the device.
+    """Dispatch mode that runs the operations of the fake device on the CPU and records them.
 
     Attributes:
-        waits: what holds the host up, by the line of hf_spec that asks for it.
+        waits: number of operations that block the host, by kind and line of hf_spec.
         sends, fetches: copies to and from the device.
-        sent_bytes, fetched_bytes: what these copy.
-        launches: operations beside them, graphs among these, a graph being one.
-        dtypes: of the results of operations on the device.
-        launch_seconds: what each of these takes the device.
-        now: how long it has worked. What is marked in its queue it has passed when the host has
-            waited for it.
+        sent_bytes, fetched_bytes: bytes that these copy.
+        launches: all other device operations; a graph replay counts as one.
+        dtypes: result dtypes of device operations.
+        launch_seconds: device time of one launch.
+        now: total device time. A mark in the queue counts as passed once the host has synchronized.
     """
 
     def __init__(self) -> None:
@@ -90,7 +89,7 @@ class FakeGpu(TorchDispatchMode):
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was recorded."""
+        """Clear the record."""
         self.waits: Counter[str] = Counter()
         self.sends = self.fetches = self.launches = 0
         self.sent_bytes = self.fetched_bytes = 0
@@ -119,7 +118,7 @@ class FakeGpu(TorchDispatchMode):
         self.launched(on_gpu and copies == self.sends + self.fetches and launches(func))
         plain_args, plain_kwargs = tree_map(held, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        # What an operation changed in place is the tensor it was before.
+        # An operation in place returns its original wrapper.
         known = {id(held(t)): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
 
         def wrapped(value: Any) -> Any:
@@ -132,26 +131,26 @@ class FakeGpu(TorchDispatchMode):
         return tree_map(wrapped, result)
 
     def launched(self, number: int) -> None:
-        """Count operations of the device."""
+        """Count device operations."""
         self.launches += number * self._counts
         self.now += number * self._counts * self.launch_seconds
 
     def marked(self) -> int:
-        """The number of a new mark in the queue."""
+        """Add a mark to the queue and return its number."""
         self._marks += 1
         return self._marks
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Make the host wait until the queue is empty."""
         self._passed = self._marks
 
     def has_passed(self, mark: int) -> bool:
-        """Whether the device is known to have come by a mark."""
+        """Return True if the device is known to have passed a mark."""
         return mark <= self._passed
 
     @contextmanager
     def one_launch(self) -> Iterator[None]:
-        """What runs in the block was recorded, and is launched at once."""
+        """Count the operations of the block, which a graph recorded, as one launch."""
         self.launched(1)
         before, self._counts = self._counts, False
         yield
@@ -181,12 +180,12 @@ class FakeGpu(TorchDispatchMode):
 
 
 def held(value: Any) -> Any:
-    """What is computed with in place of a tensor of the device."""
+    """Return the CPU tensor of a fake device tensor; other values unchanged."""
     return value.held if isinstance(value, OnGpu) else value
 
 
 def on_gpu(module: nn.Module) -> Any:
-    """A copy of a module with its weights on the pretended device."""
+    """Return a copy of a module with its weights on the fake device."""
     moved = copy.deepcopy(module)
     known: dict[int, OnGpu] = {}
     for part in moved.modules():
@@ -198,13 +197,13 @@ def on_gpu(module: nn.Module) -> Any:
 
 
 def launches(func: Any) -> bool:
-    """Whether an operation computes anything, and does not only look at or make room for it."""
+    """Return True if an operation computes something; views and allocations do not."""
     name = func.overloadpacket.__name__
     return not (func.is_view or name.startswith(("empty", "new_empty")) or name in FREE)
 
 
 def unseen(gpu: FakeGpu, op: Callable[..., Any]) -> Callable[..., Any]:
-    """An op of the kernels, run by its reference on what the tensors hold."""
+    """Return a kernel op that runs its torch reference on the CPU tensors, as one launch."""
 
     def plain(value: Any) -> Any:
         return "torch" if isinstance(value, str) and value == "triton" else held(value)
@@ -220,7 +219,7 @@ def unseen(gpu: FakeGpu, op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`tree_map` that looks into dataclasses too."""
+    """Apply `change` to all leaves, like `tree_map` but also inside dataclasses."""
     if hasattr(value, "__dataclass_fields__"):
         new = copy.copy(value)
         for name, part in vars(value).items():
@@ -234,7 +233,7 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def standing(pool: KVPool) -> KVPool:
-    """The buffers of a pool as they are now, where a graph that is recorded reads and writes."""
+    """Return a pool with the current buffers, which a graph reads and writes when replayed."""
     bound = KVPool(pool.num_slots)
     bound.capacity, bound.keys, bound.values = pool.capacity, dict(pool.keys), dict(pool.values)
     return bound
@@ -242,7 +241,7 @@ def standing(pool: KVPool) -> KVPool:
 
 @contextmanager
 def recording(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Iterator[None]:
-    """Let steps be recorded on the pretended device: a replay is one launch."""
+    """Enable graph capture on the fake device; a replay is one launch."""
 
     def record(shape: Any, compute: Any, pool: Any, memory: Any) -> None:
         bound = standing(pool)
@@ -265,7 +264,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Iterator[None]:
 
 @contextmanager
 def pretended(monkeypatch: pytest.MonkeyPatch, streams: bool = True) -> Iterator[FakeGpu]:
-    """Pretend the device inside the block; without `streams`, one that works as MPS does."""
+    """Enable the fake device inside the block; without `streams` it works like MPS."""
     make = torch.tensor
 
     def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
@@ -289,7 +288,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, streams: bool = True) -> Iterator
             return gpu.has_passed(self.number)
 
         def elapsed_time(self, end: Event) -> float:
-            # A real one raises an error there.
+            # A real event raises an error here.
             assert self.query(), "the device may not have come by"
             assert end.query(), "the device may not have come by"
             return 1000 * (end.time - self.time)

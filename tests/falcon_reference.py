@@ -1,4 +1,4 @@
-"""Falcon heads for tests, and what they should draft, recomputed from scratch on whole texts."""
+"""Random Falcon heads, and reference drafts recomputed from whole texts without a cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from tests.tiny_models import DEVICE, build
 
-# Models, block sizes and whether the head is recurrent, for tests that compare single drafts.
+# (model, block size, recurrent) of the heads for tests that compare single drafts.
 HEADS = [
     ("llama", 1, False),
     ("llama", 2, True),
@@ -32,10 +32,10 @@ def random_head(
     recurrent: bool = False,
     fused: bool = False,
 ) -> FalconHead:
-    """A head of random weights for the named model, made once per session; do not change it."""
+    """Return a head with random weights for the named model, cached; do not change it."""
     torch.manual_seed(5)
     head = FalconHead(build(name), FalconShape(block_size, num_layers, recurrent, fused), None)
-    # Otherwise what the LSTM gives hardly depends on its inputs, which would hide mistakes.
+    # Otherwise the LSTM's output hardly depends on its inputs, which would hide mistakes.
     with torch.no_grad():
         for parameter in head.mixer.parameters():
             parameter.mul_(4)
@@ -48,7 +48,7 @@ def random_head(
 def features_of(
     model: PreTrainedModel, tokens: Sequence[int], head: FalconHead | None = None
 ) -> Tensor:
-    """(T, H) the target's last hidden states, or what `head` makes of several."""
+    """Return (T, H) last hidden states of the target; a fused `head` adds earlier layers."""
     ids = torch.tensor([list(tokens)], device=model.device)
     states = model(ids, output_hidden_states=True).hidden_states
     if head is None or head.earlier is None:
@@ -60,12 +60,12 @@ def features_of(
 
 
 def block_ends(count: int, block_size: int, before: Sequence[int] = ()) -> list[int]:
-    """Per pair the end of its block, when `count` pairs are known.
+    """Return the end of every pair's block when `count` pairs are known.
 
     Args:
         count: pairs that have a feature.
         block_size: k.
-        before: the same after the round before; its pairs keep their blocks unless fed again.
+        before: block ends after the previous round. Pairs keep their blocks unless fed again.
     """
     begin = min(len(before), count - block_size)
     fed = range(begin, count)
@@ -76,15 +76,15 @@ def block_ends(count: int, block_size: int, before: Sequence[int] = ()) -> list[
 def predicted(
     head: FalconHead, tokens: Sequence[int], features: Tensor, path: Sequence[int], ends: list[int]
 ) -> Tensor:
-    """(k, H): the outputs after a text and a drafted path of whole blocks, without any cache.
+    """Return the (k, H) outputs after a text and a drafted path of whole blocks, without a cache.
 
     Args:
-        head: of block size k and at most two layers; with more, a pair that is fed again would
-            change what the pairs before it had seen.
-        tokens: all committed ones, the root last.
-        features: those of the newest tokens but the root.
+        head: block size k, at most two layers. With more, feeding a pair again would change the
+            inputs of the pairs before it.
+        tokens: all committed tokens, the root last.
+        features: features of the newest tokens, without the root.
         path: m * k drafted tokens.
-        ends: per feature the end of its block.
+        ends: end of the block of every feature.
     """
     size = head.shape.block_size
     known, start = features, len(tokens) - len(features)
@@ -97,9 +97,9 @@ def predicted(
 def extended(
     head: FalconHead, text: Sequence[int], start: int, known: Tensor, ends: list[int]
 ) -> Tensor:
-    """Features of a text's pairs, known or predicted, and k more that the head makes of all."""
+    """Return the known features of a text's pairs and k more that the head predicts from them."""
     size, count = head.shape.block_size, len(known)
-    # Blocks that rest on predicted features follow each other after the known ones.
+    # Blocks of predicted features follow after the known ones.
     ends = [*ends, *(end for end in range(len(ends) + size, count + 1, size) for _ in range(size))]
     mixed, _ = head.mix(torch.tensor([text[start : start + count]]), known[None])
     visible = torch.arange(count) < torch.tensor(ends)[:, None]
@@ -116,7 +116,7 @@ def drafted(
     paths: Sequence[Sequence[int]],
     ends: list[int],
 ) -> dict[tuple[int, ...], tuple[int, float]]:
-    """Per rank path its token and probability, each list computed again from the whole text."""
+    """Return (token, probability) of each rank path, each list recomputed from the whole text."""
     size = head.shape.block_size
     lists: dict[tuple[int, ...], Any] = {}
     known = {(): extended(head, tokens, len(tokens) - len(features), features, ends)}

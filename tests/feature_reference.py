@@ -1,7 +1,7 @@
-"""Heads that draft several levels at once, for tests: what they say, in plain torch without caches.
+"""Random heads that draft several levels at once, with references in plain torch without caches.
 
-Tensors are random and named as on the Hub. A reference gives, for a text and a path drafted after
-it, the logits of what follows.
+Tensors are named as on the Hub. A reference returns the logits of the token after a text and a
+drafted path.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from tests.tiny_models import VOCAB
 
 SIZE = 32
 MASK = VOCAB - 1
-# Of the block heads: places, heads, heads of keys, width of each, hidden states read.
+# Block heads: block size, query heads, key and value heads, head size.
 BLOCK, HEADS, KEYS, WIDTH = 5, 4, 2, 8
-# Of DFlash 2: taps of a convolution, channels of a group, candidates of a place.
+# DFlash 2: taps of a convolution, channels of a group, candidates per position.
 TAPS, GROUP, CANDIDATES = 2, 8, 7
+# Hidden states of the target that block heads read.
 LAYERS = [0, 2]
 RANK = 6
 
-# The text, a drafted path -> (V,) logits of what follows.
+# (text, drafted path) -> (V,) logits of the next token.
 Reference = Callable[[Sequence[int], Sequence[int]], Tensor]
 
 
@@ -45,7 +46,7 @@ def published(family: str, config: dict[str, Any], tensors: dict[str, Tensor]) -
 
 
 def save(folder: Path, head: PublishedHead, name: str = "model.safetensors") -> str:
-    """Write a head as it lies on the Hub."""
+    """Write a head in its Hub layout and return the folder."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(head.config))
     save_file({k: t.clone().contiguous() for k, t in head.tensors.items()}, folder / name)
@@ -64,7 +65,7 @@ def medusa(
             shapes[f"{level}.{block}.linear.bias"] = (size,)
         if projected:
             shapes[f"{level}.{blocks}.weight"] = (vocab, size)
-    # As published: the config does not know how many there are.
+    # As published: the config has the wrong number of heads.
     config = {"medusa_num_heads": 2, "medusa_num_layers": blocks, "model_type": "medusa"}
     return published("medusa", config, random_tensors(shapes, 4))
 
@@ -94,7 +95,7 @@ def speculator(tied: bool = False, scale_input: bool = False, levels: int = 3) -
 
 @torch.no_grad()
 def states_of(model: PreTrainedModel, tokens: Sequence[int], layers: Sequence[int]) -> Tensor:
-    """(T, n * H) hidden states of the target."""
+    """Return (T, n * H) hidden states of the target."""
     found = model(torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
     return torch.cat([found[layer][0] for layer in layers], dim=-1)
 
@@ -106,7 +107,7 @@ def medusa_reference(model: PreTrainedModel, head: PublishedHead) -> Reference:
 
     @torch.no_grad()
     def after(tokens: Sequence[int], path: Sequence[int]) -> Tensor:
-        # The state of the last token is not there yet.
+        # The last token has no hidden state yet.
         hidden = states_of(model, tokens[:-1], [-1])[-1]
         level = len(path)
         for block in range(blocks):
@@ -148,7 +149,7 @@ def speculator_reference(model: PreTrainedModel, head: PublishedHead) -> Referen
 
 @contextmanager
 def watch_drafts() -> Iterator[list[tuple[DraftTree, list[list[int]], list[int]]]]:
-    """A list that gains (tree, committed tokens, unfinished rows) with every draft."""
+    """Yield a list that gains (tree, committed tokens, unfinished rows) with every draft."""
     seen: list[Any] = []
     original = ProposalDrafter.draft
 
@@ -163,9 +164,9 @@ def watch_drafts() -> Iterator[list[tuple[DraftTree, list[list[int]], list[int]]
 
 
 def check_against(reference: Reference, seen: list[Any], paths: Sequence[Sequence[int]]) -> int:
-    """Compare the first drafts of each row with a reference; returns how many nodes were compared.
+    """Compare drafts with a reference and return the number of compared nodes.
 
-    `paths` are the rank paths that were asked for.
+    `paths` are the requested rank paths.
     """
     compared = 0
     for tree, texts, unfinished in seen:
@@ -200,7 +201,10 @@ def block_tensors(
     size: int = SIZE,
     vocab: int = VOCAB,
 ) -> dict[str, Tensor]:
-    """Of a block head; `own` is R of its own head, with its own embedding, 0 for none."""
+    """Return random tensors of a block head.
+
+    `own` is R, the size of its own output head with its own embedding; 0 for none.
+    """
     inner = 40
     shapes: dict[str, Sequence[int]] = {
         "fc.weight": (width, len(LAYERS) * size),
@@ -248,7 +252,7 @@ def block_tensors(
 
 BODY: dict[str, Any] = {
     "hidden_size": SIZE,
-    # As published: a count that the tensors do not bear out.
+    # As published: the tensors have another number of layers.
     "num_hidden_layers": 5,
     "rms_norm_eps": 1e-5,
     "rope_theta": 5000.0,
@@ -258,7 +262,10 @@ BODY: dict[str, Any] = {
 
 @cache
 def dflash(new: bool = True, **tensors: Any) -> PublishedHead:
-    """z-lab's and SpecForge's layout; older repositories have the block size at the top."""
+    """Return a head in the layout of z-lab and SpecForge.
+
+    Without `new` the block size is at the top level, as in older repositories.
+    """
     inner = {"mask_token_id": MASK, "target_layer_ids": [i - 1 for i in LAYERS]}
     config = {"architectures": ["DFlashDraftModel"], **BODY, "dflash_config": inner}
     (inner if new else config)["block_size"] = BLOCK
@@ -269,7 +276,7 @@ def dflash(new: bool = True, **tensors: Any) -> PublishedHead:
 def dflash2(
     layers: tuple[int, ...] = tuple(LAYERS), size: int = SIZE, vocab: int = VOCAB, taps: int = TAPS
 ) -> PublishedHead:
-    """z-lab's and incoai's layout of DFlash 2."""
+    """Return a DFlash 2 head in the layout of z-lab and incoai."""
     inner = {
         "block_size": BLOCK,
         "mask_token_id": vocab - 1,
@@ -292,7 +299,7 @@ def dflash2(
     for name in ("predecessor", "successor"):
         shapes[f"candidate_selector.{name}_codebook"] = (vocab, RANK)
     shapes["candidate_selector.hidden_projection.weight"] = (RANK, size)
-    # Transitions that change the order of the candidates, and states that do not grow.
+    # With these scales transitions reorder the candidates, and states do not grow.
     scales = {"codebook": 4.0, "kernel_projection": 0.3}
     added = {
         key: tensor * next((scale for part, scale in scales.items() if part in key), 1.0)
@@ -306,7 +313,7 @@ def dflash2(
 def muse(
     layers: tuple[int, ...] = tuple(LAYERS), size: int = SIZE, vocab: int = VOCAB
 ) -> PublishedHead:
-    """transformers' own layout, `muse_glimmer_assistant`."""
+    """Return a head in the layout of transformers, `muse_glimmer_assistant`."""
     config = {
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": "muse_glimmer_assistant",
@@ -332,7 +339,7 @@ def deepspec(
     size: int = SIZE,
     vocab: int = VOCAB,
 ) -> PublishedHead:
-    """DeepSpec's layout: everything at the top, and its own copies of embedding and head."""
+    """Return a head in DeepSpec's layout: a flat config, own copies of embedding and head."""
     config = {
         "architectures": ["Qwen3DSparkModel"],
         **BODY,
@@ -347,7 +354,7 @@ def deepspec(
 
 @cache
 def speculators(family: str = "dspark", kind: str | None = "vanilla", **more: Any) -> PublishedHead:
-    """vLLM's layout: hidden states by index, few tokens, and a width of its own."""
+    """Return a head in vLLM's layout: hidden states by index, a reduced vocabulary, own width."""
     config = {
         "speculators_model_type": family,
         "transformer_layer_config": {**BODY, "model_type": "qwen3"},
@@ -367,7 +374,10 @@ def block_reference(
     kinds: Sequence[tuple[int | None, bool]] = ((None, False),) * 2,
     begin: int = 0,
 ) -> Reference:
-    """Of a block head whose layers have (window, causal) `kinds`; a text known from `begin` on."""
+    """Return the reference of a block head.
+
+    `kinds` are (window, causal) of its layers; it has the text from position `begin` on.
+    """
     t = head.tensors
     own: Any = model.get_output_embeddings()
     embedding = t.get("embed_tokens.weight", model.get_input_embeddings().weight)
@@ -420,7 +430,7 @@ def markov_bias(
 
 
 def selected(t: Mapping[str, Tensor], logits: Tensor, output: Tensor, token: int) -> Tensor:
-    """(V,) logits of DFlash 2 at a place after a token."""
+    """Return (V,) logits of DFlash 2 at a position after a token."""
     before = t["candidate_selector.predecessor_codebook"][token]
     read = before * (t["candidate_selector.hidden_projection.weight"] @ output)
     found = torch.full_like(logits, -torch.inf)
@@ -430,7 +440,10 @@ def selected(t: Mapping[str, Tensor], logits: Tensor, output: Tensor, token: int
 
 
 def convolved(t: Mapping[str, Tensor], name: str, side: int, x: Tensor, normed: Tensor) -> Tensor:
-    """(b, width) of a block, place by place and group by group; `x` without convolutions."""
+    """Return the (b, width) convolution of a block, computed per position and group.
+
+    Heads without convolutions return `x`.
+    """
     if name + "base_kernel" not in t:
         return x
     kernel = t[name + "base_kernel"][side]
@@ -452,7 +465,7 @@ def block_outputs(
     block: Tensor,
     kinds: Sequence[tuple[int | None, bool]],
 ) -> Tensor:
-    """(b, width) outputs of a block after a context of (T, n * H) states."""
+    """Return (b, width) outputs of a block after a context of (T, n * H) states."""
     context = rms(states @ t["fc.weight"].T, t["hidden_norm.weight"])
     known, x = len(context), block
     places = torch.arange(known + len(block))
@@ -487,7 +500,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 def split(
     x: Tensor, t: Mapping[str, Tensor], prefix: str, name: str, places: Tensor | None
 ) -> Tensor:
-    """(heads, T, D), normed and turned unless they are values."""
+    """Return (heads, T, D) queries, keys or values; all but values are normed and rotated."""
     x = (x @ t[f"{prefix}self_attn.{name}_proj.weight"].T).view(len(x), -1, WIDTH).transpose(0, 1)
     if places is None:
         return x

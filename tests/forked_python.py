@@ -1,7 +1,7 @@
-"""Programs in processes of their own that need not import torch and transformers again.
+"""Programs in separate processes that do not import torch and transformers again.
 
-One interpreter imports these and forks for every program. Whatever else a program imports, this
-package above all, it imports itself, as it would have to in a new interpreter.
+One interpreter imports these and forks for every program. A program imports all other modules
+itself, as in a new interpreter, hf_spec above all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ for line in sys.stdin:
 
 @dataclass(frozen=True)
 class Finished:
-    """A program that has ended: its status, and what it wrote."""
+    """Exit status and output of a program."""
 
     status: int
     out: str
@@ -40,13 +40,13 @@ class Finished:
 
 
 class ForkedPython:
-    """Runs programs, one after the other.
+    """Interpreter that forks for each program and runs them one after the other.
 
     Args:
         python: the interpreter.
-        folder: where programs run.
-        scratch: for files through which their output passes.
-        variables: the environment, complete.
+        folder: working directory of the programs.
+        scratch: folder for files with their output.
+        variables: the complete environment.
     """
 
     def __init__(self, python: str, folder: Path, scratch: Path, variables: Mapping[str, str]):

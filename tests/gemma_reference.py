@@ -1,4 +1,4 @@
-"""Gemma 4's assistants in plain torch, one node at a time and without any cache; random ones."""
+"""Random Gemma 4 assistants, and a reference in plain torch that runs one node at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ KINDS = ("sliding_attention", "sliding_attention", "full_attention")
 
 @cache
 def gemma4(shared: int = 0) -> PreTrainedModel:
-    """A tiny Gemma 4 with larger heads in full layers; the last ones share keys and values."""
+    """Return a tiny Gemma 4 with larger heads in full-attention layers.
+
+    The last `shared` layers share keys and values.
+    """
     torch.manual_seed(4)
     config = T.Gemma4TextConfig(
         **{**tiny_models.LLAMA_LIKE, "num_hidden_layers": 6},
@@ -50,7 +53,10 @@ def gemma4(shared: int = 0) -> PreTrainedModel:
 @lru_cache(16)
 @torch.no_grad()
 def past(model: PreTrainedModel, text: tuple[int, ...]) -> tuple[Any, Tensor]:
-    """Keys and values of a text by layer, those of windows whole, and (H,) its last state."""
+    """Return the KV cache layers of a text and its last (H,) state.
+
+    Layers with a sliding window keep all keys and values.
+    """
     kept = DynamicCache()
     ids = torch.tensor([text], device=model.device)
     output = model(ids, **{CACHE_NAME: kept}, output_hidden_states=True, use_cache=True)
@@ -58,7 +64,7 @@ def past(model: PreTrainedModel, text: tuple[int, ...]) -> tuple[Any, Tensor]:
 
 
 def published(model: PreTrainedModel, groups: int | None = None) -> PublishedHead:
-    """A random assistant for a model, as it is published."""
+    """Return a random assistant for a model, in the published layout."""
     config: Any = model.config.get_text_config()
     layers = storing_layers(config)
     kept, state = past(model, (5, 6, 7))
@@ -91,7 +97,7 @@ def published(model: PreTrainedModel, groups: int | None = None) -> PublishedHea
                 "layer_scalar": (1,),
             }.items()
         }
-    # Norms and scalars lie about one.
+    # Norms and scalars are close to one.
     tensors = {
         name: torch.randn(shape) * 0.3 + float(len(shape) == 1) for name, shape in shapes.items()
     }
@@ -109,14 +115,14 @@ def published(model: PreTrainedModel, groups: int | None = None) -> PublishedHea
 
 
 def save(head: PublishedHead, folder: Path) -> None:
-    """Write an assistant as it lies on the Hub."""
+    """Write an assistant in its Hub layout."""
     (folder / "config.json").write_text(json.dumps(head.config), encoding="utf-8")
     save_file(head.tensors, folder / "model.safetensors")
 
 
 @cache
 def random_assistant(name: str) -> GemmaAssistant:
-    """A random assistant for a model of the matrix."""
+    """Return a random assistant for the named tiny model."""
     model = tiny_models.build(name)
     return build(published(model), model)
 
@@ -125,7 +131,7 @@ def random_assistant(name: str) -> GemmaAssistant:
 def reference(
     head: PublishedHead, model: PreTrainedModel, text: Sequence[int], path: Sequence[int]
 ) -> Tensor:
-    """(V,) logits after the drafted tokens `path` below the last token of `text`."""
+    """Return (V,) logits after `text` and the drafted tokens `path`."""
     kept, state = past(model, tuple(text[:-1]))
     embedding: Any = model.get_input_embeddings()
     for token in (text[-1], *path):
@@ -172,7 +178,7 @@ def _attend(
     values: Tensor,
     position: int,
 ) -> Tensor:
-    """One query of every head, turned by its position, over (H_kv, S, D) keys and values."""
+    """Return attention of one rotated query per head over (H_kv, S, D) keys and values."""
     size = keys.shape[-1]
     queries = (weights["self_attn.q_proj.weight"] @ hidden).view(-1, size)
     queries = _norm(queries, weights["self_attn.q_norm.weight"])

@@ -1,4 +1,4 @@
-"""Checks that the trainings of all published heads share."""
+"""Checks shared by the training tests of all published heads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 def twice(texts: Sequence[Text]) -> list[Text]:
-    """The texts under two ids each, so that the held-out texts are also trained on."""
+    """Return the texts under two ids each, so that the held-out texts are also trained on."""
     again = [
         replace(text, response=replace(text.response, id=f"again {index}"))
         for index, text in enumerate(texts)
@@ -40,7 +40,7 @@ def twice(texts: Sequence[Text]) -> list[Text]:
 
 
 def generate(model: PreTrainedModel, response: Response, strategy: Any, head: Any) -> Any:
-    """Generate the answer again with a head; it must be the same."""
+    """Check that generation with a head yields the same response, and return its statistics."""
     out = model.generate(
         torch.tensor([response.prompt]),
         max_new_tokens=len(response.response),
@@ -54,7 +54,7 @@ def generate(model: PreTrainedModel, response: Response, strategy: Any, head: An
 
 
 def tau(model: PreTrainedModel, texts: Sequence[Text], strategy: str, head: Path) -> float:
-    """Accepted tokens per target forward pass of `model.generate()`."""
+    """Return the accepted tokens per target forward pass of `model.generate()`."""
     stats = [generate(model, text.response, strategy, head) for text in texts]
     return sum(s.accepted_tokens for s in stats) / sum(s.target_forwards for s in stats)
 
@@ -67,7 +67,7 @@ def check_learning(
     folder: Path,
     run: TrainSettings = RUN,
 ) -> None:
-    """Training lowers the loss and raises tau in the figures and in `model.generate()`."""
+    """Check that training lowers the loss, and raises tau in the metrics and in `generate()`."""
     train(folder / "untrained", replace(run, epochs=1, learning_rate=0.0))
     figures = train(folder / "head", run)
     metrics = rows(folder / "head")
@@ -89,7 +89,7 @@ def check_learning(
 
 
 def check_resuming(train: Train, loss: type, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted and resumed training writes the same head as an uninterrupted one."""
+    """Check that an interrupted and resumed training writes the head of an uninterrupted one."""
     run = replace(RUN, epochs=2, save_every=1)
     train(folder / "whole", run)
     original, calls = loss.__call__, 0
@@ -113,7 +113,7 @@ def check_resuming(train: Train, loss: type, folder: Path, monkeypatch: pytest.M
 
 
 def computed(texts: Sequence[Text]) -> list[Text]:
-    """Texts without stored features, which are computed in float32."""
+    """Return the texts without stored features, which are then computed in float32."""
     return [Text(text.response) for text in texts]
 
 
@@ -121,7 +121,7 @@ def computed(texts: Sequence[Text]) -> list[Text]:
 def states_and_probs(
     model: PreTrainedModel, tokens: Sequence[int], vocabulary: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """All hidden states of a text, and the (T, R) next-token distributions over a vocabulary."""
+    """Return a text's hidden states and (T, R) next-token distributions over a vocabulary."""
     out = model(torch.tensor([list(tokens)]), output_hidden_states=True)
     logits = out.logits[0] if vocabulary is None else out.logits[0][:, vocabulary]
     return tuple(state[0] for state in out.hidden_states), logits.softmax(-1)

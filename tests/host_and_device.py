@@ -1,6 +1,6 @@
-"""Drafts that grow on the device, beside those that grow on the host.
+"""Comparison of drafts that grow on the device with drafts that grow on the host.
 
-On a CPU drafters grow on the host; here they are made to use the other way.
+On a CPU drafters grow on the host; here growth on the device is forced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_spec.drafting.level_drafter import LevelDrafter
 def check_same_drafts(
     monkeypatch: pytest.MonkeyPatch, kind: type[LevelDrafter], run: Callable[[], Any]
 ) -> None:
-    """The same drafts either way, in `run`, which generates with drafters of a kind."""
+    """Check that both ways yield the same drafts; `run` generates with drafters of `kind`."""
     on_host, on_device = (_drafts(monkeypatch, kind, run, way) for way in (False, True))
     assert len(on_host) == len(on_device)
     assert max(len(tokens) for tokens, *_ in on_host) > 2

@@ -1,4 +1,4 @@
-"""Tiny random models with recurrent layers, float32, and a drafter that is right now and then."""
+"""Tiny random float32 models with recurrent layers, and speculation with partly correct drafts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _PURE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-# Class of the config, and its options.
+# Config class and its options.
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
@@ -174,9 +174,9 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("FalconMambaConfig", _PURE),
 }
 
-# Those that the installed transformers has.
+# Architectures that the installed transformers has.
 HYBRIDS = tuple(name for name, (kind, _) in _CONFIGS.items() if hasattr(T, kind))
-# Their chunked kernels round differently from their own steps: equal up to ties.
+# Their chunked kernels round differently from single steps: outputs are equal up to ties.
 DELTA_NETS = {
     "qwen3_next",
     "qwen3_5_text",
@@ -185,15 +185,15 @@ DELTA_NETS = {
     "kimi_linear",
     "bailing_hybrid",
 }
-# Their scan forgets the state before a call of several tokens.
+# Their scan discards the previous state in a call with several tokens.
 MAMBA_1 = {"jamba", "zamba", "mamba", "falcon_mamba"}
-# Nothing but recurrent layers.
+# Models that have only recurrent layers.
 PURE = {"mamba", "mamba2", "falcon_mamba"}
 
 
 @shared
 def build(name: str, **changes: Any) -> PreTrainedModel:
-    """A random model of the named architecture, made once per session; do not change it."""
+    """Return a random model of the named architecture, cached per session; do not change it."""
     kind, options = _CONFIGS[name]
     config: PreTrainedConfig = getattr(T, kind)(**{**options, **changes})
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
 
 
 def _make_lively_inplace(key: str, parameter: Tensor) -> None:
-    """Ones, zeros and what is too small would hide mistakes, and answer with one token."""
+    """Randomize constant and very small weights, which hide mistakes and yield a single token."""
     if parameter.dim() == 1 and parameter.numel() > 1 and parameter.std() == 0:
         parameter.add_(torch.randn_like(parameter) * 0.1)
     if "dt_bias" in key or "dt_proj.bias" in key:
@@ -222,7 +222,7 @@ def _make_lively_inplace(key: str, parameter: Tensor) -> None:
 
 @cache
 def noisy_copy(name: str) -> PreTrainedModel:
-    """A draft model that often agrees with the named one."""
+    """Return a draft model that often agrees with the named one."""
     kind, options = _CONFIGS[name]
     draft = AutoModelForCausalLM.from_config(getattr(T, kind)(**options)).eval().float()
     draft.load_state_dict(build(name).state_dict())
@@ -235,7 +235,7 @@ def noisy_copy(name: str) -> PreTrainedModel:
 
 
 def inputs(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Prompts of random tokens, padded on the left."""
+    """Return prompts of random tokens, padded on the left."""
     generator = torch.Generator().manual_seed(5)
     return left_padded([torch.randint(3, VOCAB, (n,), generator=generator) for n in lengths])
 
@@ -243,7 +243,7 @@ def inputs(lengths: tuple[int, ...]) -> dict[str, Tensor]:
 def speculate(
     model: PreTrainedModel, given: dict[str, Tensor], plain: Tensor, branches: bool
 ) -> Any:
-    """Greedy output with the drafter above, as long as the plain one."""
+    """Return greedy output with a `PartlyRight` drafter, as long as the plain output."""
     width = given["input_ids"].shape[1]
     answers = plain[:, width:].tolist()
 

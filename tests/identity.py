@@ -1,8 +1,8 @@
 """Comparison of a strategy's tokens with those of plain `generate()`, and a report if they differ.
 
-The report has what is needed to reproduce and judge a failure: the call, the row's prompt, the
-first difference, and the target's largest logits there. It runs one plain forward pass. Nothing
-runs if the tokens are equal.
+The report has everything needed to reproduce and judge a failure: the call, the row's prompt, the
+first difference, and the target's largest logits there. It takes one plain forward pass, or none
+if the tokens are equal.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def assert_identical(
             the strategy, and options.
         output: its token ids including the prompts: a (B, L) tensor, an object with `sequences`,
             or a list per row.
-        expected: the baseline's.
-        tokenizer: adds texts; by default that of `call`.
-        baseline: what `expected` comes from.
+        expected: token ids of the baseline.
+        tokenizer: adds texts to the report; default: the tokenizer of `call`.
+        baseline: name of the source of `expected`.
     """
     report = difference(model, call, output, expected, tokenizer=tokenizer, baseline=baseline)
     if report:
@@ -54,7 +54,7 @@ def assert_identical_answers(
     expected: Sequence[Sequence[int]],
     **options: Any,
 ) -> None:
-    """Compare new tokens per prompt, as `generate_batch()` returns them; see above."""
+    """Compare new tokens per prompt, as `generate_batch()` returns them; see `assert_identical`."""
     if answers != expected:
         whole, right = (
             [[*prompt, *tokens] for prompt, tokens in zip(prompts, rows, strict=True)]
@@ -72,7 +72,7 @@ def difference(
     tokenizer: Any = None,
     baseline: str = BASELINE,
 ) -> str:
-    """Return the report of the first row that differs, "" if all are equal; see above."""
+    """Return the report of the first row that differs, "" if all are equal."""
     rows, right = _lists(output), _lists(expected)
     if rows == right:
         return ""
@@ -112,7 +112,7 @@ def difference(
 
 
 class _Words:
-    """Token ids with their text, if there is a tokenizer."""
+    """Formatter of token ids, with their text if there is a tokenizer."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -150,10 +150,10 @@ def _describe(model: Any, call: Mapping[str, Any]) -> str:
 def _judge(
     model: Any, prefix: list[int], expected: int | None, found: int | None, words: _Words
 ) -> str:
-    """Return the two largest logits after a prefix, and whether both tokens are a tie."""
+    """Describe the two largest logits after a prefix, and whether the two tokens are a tie."""
     if not prefix:
         return "the prompt itself differs"
-    # Without the padding: the same as the row's attention mask, for every kind of positions.
+    # Without padding, which is equivalent to the row's mask for every kind of positions.
     logits = model(torch.tensor([prefix], device=model.device)).logits[0, -1].float()
     best = logits.topk(2)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -161,7 +161,7 @@ def _judge(
     line = f"two largest logits of the target there, before logits processors: {largest}"
     if expected is None or found is None:
         return f"{line}\nnot a tie: one of the outputs ends"
-    # As `hf-spec verify` does where only one forward pass is known.
+    # Like `hf-spec verify` if only one forward pass is known.
     step = float(logits[logits.isfinite()].abs().max()) * torch.finfo(model.dtype).eps
     margin = float((logits[expected] - logits[found]).abs())
     kind, reason = mismatch._classify(margin, 0.0, 0.0, step)

@@ -1,4 +1,4 @@
-"""The package as users get it: built, and installed where this checkout is not to be found."""
+"""The package as users get it: built, and installed where this checkout is not importable."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from typing import Any
 from tests.forked_python import ForkedPython
 
 ROOT = Path(__file__).parents[1]
-# What a build reads. A copy of it, because a build leaves its own files beside them.
+# Files that a build reads. They are copied first, because a build writes files next to them.
 SOURCES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg")
 PACKAGES = ("hf_spec", "kernels/hf_spec_kernels")
-# Variables that lead to this checkout, or that these tests set for themselves.
+# Variables that point to this checkout, or that these tests set.
 OWN_VARIABLES = ("HF_HUB_OFFLINE", "PYTHONPATH", "TRITON_INTERPRET")
 
-# What the program `hf-spec` does.
+# Code of the program `hf-spec`.
 COMMAND = "from hf_spec.cli import main; main()"
 
 
 @dataclass(frozen=True)
 class Built:
-    """The files of a release.
+    """Files of a release.
 
     Attributes:
         archive: the source archive.
@@ -56,7 +56,7 @@ def build_editable(source: Path, folder: Path) -> Path:
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copy what a build reads; returns the folder."""
+    """Copy the files that a build reads and return the folder."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
@@ -75,12 +75,12 @@ def _run_backend(verb: str, source: Path, out: Path) -> Path:
 
 @dataclass(frozen=True)
 class User:
-    """Somebody in an empty folder, with the wheel in an environment of its own.
+    """User in an empty folder, with the wheel in a separate environment.
 
     Attributes:
         programs: folder of the environment's programs.
-        home: where they are started.
-        variables: beside those of this process.
+        home: working directory of the programs.
+        variables: added to those of this process.
     """
 
     programs: Path
@@ -89,7 +89,7 @@ class User:
     _forks: list[ForkedPython] = field(default_factory=list, repr=False)
 
     def run(self, program: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
-        """Run a program of the environment, which must end with status 0."""
+        """Run a program of the environment, which must exit with status 0."""
         done = subprocess.run(
             [self.programs / program, *map(str, arguments)],
             cwd=self.home,
@@ -103,7 +103,7 @@ class User:
 
     @contextmanager
     def forking(self, scratch: Path) -> Iterator[None]:
-        """Inside the block `hf_spec` starts no interpreter; see `ForkedPython`."""
+        """Make `hf_spec()` fork instead of starting an interpreter; see `ForkedPython`."""
         python = str(self.programs / "python")
         self._forks.append(ForkedPython(python, self.home, scratch, self._environment()))
         try:
@@ -112,7 +112,7 @@ class User:
             self._forks.pop().close()
 
     def hf_spec(self, *arguments: Any) -> str:
-        """What `hf-spec` prints, which must end with status 0."""
+        """Return the output of `hf-spec`, which must exit with status 0."""
         if not self._forks:
             return self.run("hf-spec", *arguments).stdout
         done = self._forks[-1].run(COMMAND, "hf-spec", *map(str, arguments))
@@ -124,16 +124,16 @@ class User:
         return {**known, **self.variables}
 
     def python(self, code: str) -> str:
-        """What a program prints."""
+        """Return the output of a program."""
         return self.run("python", "-c", code).stdout
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Make an environment with the wheel; returns the folder of its programs.
+    """Create an environment with the wheel and return the folder of its programs.
 
-    The other packages are those of the environment that runs the tests: installing torch again
-    would take minutes. A line in a .pth file shows the way to them; .pth files that lie there, such
-    as that of an editable install of this checkout, are not read.
+    The other packages are those of the environment that runs the tests, because installing torch
+    again would take minutes. A .pth file adds their folder to the path; .pth files in that folder,
+    such as that of an editable install of this checkout, are not read.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     programs = folder / "bin"

@@ -1,4 +1,4 @@
-"""What tests compare to see that a model was left as it was found."""
+"""Helpers to check that a model is left unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_spec.engine.fast.cuda_graphs import is_of_transformers
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
-    """Identity of every attribute of every module, and the values of every config."""
+    """Return the identity of every attribute of every module, and the values of every config."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -29,7 +29,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 
 def left_behind(models: Iterable[PreTrainedModel]) -> list[str]:
-    """Modules with hooks or a forward that somebody has set, and not taken off."""
+    """Return the modules that still have hooks or a replaced `forward`."""
     found = []
     for model in models:
         for name, module in model.named_modules():
@@ -41,7 +41,7 @@ def left_behind(models: Iterable[PreTrainedModel]) -> list[str]:
 
 @contextmanager
 def count_forwards(*models: PreTrainedModel) -> Iterator[list[PreTrainedModel]]:
-    """A list that gains an entry with every forward pass of the models."""
+    """Yield a list that gains an entry with every forward pass of the models."""
     calls: list[PreTrainedModel] = []
     handles = [m.register_forward_pre_hook(lambda m, _: calls.append(m)) for m in models]
     try:

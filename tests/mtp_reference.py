@@ -1,4 +1,4 @@
-"""MTP modules of random weights in every layout, and what they draft, without a cache."""
+"""Random MTP modules in every layout, and reference drafts computed without a cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_spec.methods.mtp.head import MtpHead, canonical_names, find_module, head
 from tests import tiny_models
 from tests.tiny_models import LLAMA_LIKE, VOCAB
 
-# Names of the norms of embedding and feature, the projection and the last norm; of the layer.
+# Layout -> prefix, names of embedding norm, feature norm, projection and last norm, layer prefix.
 NAMES = {
     "index": ("model.layers.{n}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"), ""),
     "qwen": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), "layers.0."),
@@ -45,7 +45,7 @@ HIDES_FIRST = ("index", "mimo")
 
 @cache
 def qwen3_next() -> PreTrainedModel:
-    """A tiny hybrid target whose norms count weights from one."""
+    """Return a tiny hybrid target whose norms add one to their weights."""
     torch.manual_seed(8)
     config = T.Qwen3NextConfig(
         **LLAMA_LIKE,
@@ -79,7 +79,7 @@ def scratch() -> Path:
 
 @dataclass(frozen=True)
 class Sample:
-    """A module in a layout, for a target that is loaded from the folder where both are stored."""
+    """MTP module in one layout, with a target that was loaded from the folder that stores both."""
 
     layout: str
     model: PreTrainedModel
@@ -100,12 +100,12 @@ def _head(folder: str, layout: str) -> MtpHead:
 def module_for(
     model: PreTrainedModel, layout: str, folder: Path | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """A random module: its parts, its layer, both as stored; and the model's own tensors."""
+    """Return a random module (parts, layer, both as stored) and the model's own tensors."""
     folder = folder or scratch() / f"other-{layout}"
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     depth, width = model.config.num_hidden_layers, model.config.hidden_size
-    # One of a layer that attends to all tokens; the last one does.
+    # The module's layer has full attention, like the target's last one.
     own = f"layers.{depth - 1}."
     prefix, names, inner = NAMES[layout]
     prefix = prefix.format(n=depth)
@@ -127,7 +127,7 @@ def module_for(
     stored = {f"{prefix}{key}.weight": tensor for key, tensor in parts.items()}
     stored |= {f"{prefix}{inner}{key}": tensor for key, tensor in layer.items()}
     if layout == "index":
-        # Copies that are not to be taken.
+        # Copies that must be ignored.
         stored[f"{prefix}embed_tokens.weight"] = torch.zeros(VOCAB, width)
         stored[f"{prefix}shared_head.head.weight"] = torch.zeros(VOCAB, width)
     return parts, layer, stored, weights
@@ -135,7 +135,7 @@ def module_for(
 
 @cache
 def sample(name: str, layout: str) -> Sample:
-    """A random module in the files of the named model, loaded from them as users do."""
+    """Return a random module in the files of the named model, loaded as users do."""
     model = target(name)
     folder = scratch() / f"{name}-{layout}"
     parts, layer, stored, weights = module_for(model, layout, folder)
@@ -147,12 +147,12 @@ def sample(name: str, layout: str) -> Sample:
 
 @cache
 def random_mtp_head(name: str) -> MtpHead:
-    """A random head for a model of the matrix, which was not loaded from files."""
+    """Return a random head for the named model, which was not loaded from files."""
     return head_for(target(name), sample(name, "qwen").stored)
 
 
 def head_for(model: PreTrainedModel, stored: dict[str, Tensor] | None = None) -> MtpHead:
-    """A head of the stored tensors, or of random ones."""
+    """Return a head with the stored tensors, or with random ones."""
     stored = stored or module_for(model, "qwen")[2]
     found = find_module(stored, model.config.get_text_config().num_hidden_layers)
     assert found is not None
@@ -162,7 +162,7 @@ def head_for(model: PreTrainedModel, stored: dict[str, Tensor] | None = None) ->
 
 
 def save_speculators(found: Sample, folder: Path) -> str:
-    """Write a module as the package speculators does."""
+    """Write a module in the layout of the package speculators, and return the folder."""
     config = {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(found.stored, folder / "model.safetensors")
@@ -174,7 +174,7 @@ def rms(hidden: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 class Reference:
-    """A module in plain torch; `layer` runs its decoder layer over (T, H) at positions 0, 1, ..."""
+    """MTP module in plain torch; `layer` runs its decoder layer over (T, H) from position 0."""
 
     def __init__(self, found: Sample, layer: Callable[[Tensor], Tensor] | None = None):
         self.found, self.model = found, found.model
@@ -183,7 +183,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, text: Sequence[int], path: Sequence[int] = ()) -> Tensor:
-        """(V,) after the drafted tokens `path` below the last token of `text`."""
+        """Return (V,) logits after `text` and the drafted tokens `path`."""
         ids = torch.tensor([list(text[:-1])])
         features = self.model(ids, output_hidden_states=True).hidden_states[-1][0]
         tokens = list(text[1:])
@@ -197,7 +197,7 @@ class Reference:
         return head(self.norm(raw[-1], 3))
 
     def outputs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
-        """(T, H) what the layer gives for pairs."""
+        """Return (T, H) outputs of the layer for pairs."""
         embedding: Any = self.model.get_input_embeddings()
         embedded = embedding(torch.tensor(tokens)).clone()
         if self.found.layout in HIDES_FIRST:
@@ -239,11 +239,11 @@ def _turned(heads: Tensor, angles: Tensor) -> Tensor:
 
 
 def own_layer(found: Sample) -> Callable[[Tensor], Tensor]:
-    """The module's layer as one of the target's class, called without a cache."""
+    """Return the module's layer as a layer of the target's class, called without a cache."""
     decoder: Any = found.model.get_decoder()
     last = len(decoder.layers) - 1
     stored = {f"model.layers.{last}.{name}": tensor for name, tensor in found.layer.items()}
-    # The target's own loading knows how experts are stored.
+    # Loading by the target's class converts stored experts.
     config = copy.deepcopy(found.model.config)
     config._name_or_path = ""
     rest = {k: t for k, t in plain_weights(found).items() if k not in stored}
@@ -268,13 +268,13 @@ def own_layer(found: Sample) -> Callable[[Tensor], Tensor]:
 
 
 def plain_weights(found: Sample) -> dict[str, Tensor]:
-    """The stored tensors of the target alone."""
+    """Return the stored tensors of the target alone."""
     stored = load_file(Path(found.model.name_or_path) / "model.safetensors")
     return {name: tensor for name, tensor in stored.items() if name not in found.stored}
 
 
 class TheirReference(Reference):
-    """The module run by transformers' own `MtpModel`, without a cache."""
+    """Module run by transformers' `MtpModel`, without a cache."""
 
     def __init__(self, found: Sample):
         super().__init__(found)
@@ -287,7 +287,7 @@ class TheirReference(Reference):
         self.theirs.layers[0].mtp_block.register_forward_hook(self._note)
 
     def outputs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
-        """(T, H) what the layer gives for pairs; the first has no embedding."""
+        """Return (T, H) outputs of the layer for pairs; the first pair has no embedding."""
         embedding: Any = self.model.get_input_embeddings()
         embedded = embedding(torch.tensor([list(tokens)])).clone()
         embedded[:, 0] = 0
@@ -300,5 +300,5 @@ class TheirReference(Reference):
 
 
 def own_layer_weights(found: Sample) -> dict[str, Tensor]:
-    """The layer's weights in the form that the target's class has them."""
+    """Return the layer's weights in the layout of the target's class."""
     return dict(found.head.attention.layers[0].state_dict())

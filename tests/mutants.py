@@ -1,14 +1,14 @@
-"""Plants mistakes in the code, one at a time, and checks that the tests catch each of them.
+"""Plant mistakes in the code, one at a time, and check that the tests catch each of them.
 
 Usage: python -m tests.mutants [TEXT ...] [--jobs N] [--list] [--out FILE]
 
-Each mistake is a wrong formula or a forgotten case that a developer could really write. Tools such
+Each mistake is a wrong formula or a forgotten case that a developer could write. Tools such
 as mutmut and cosmic-ray change operators all over a file, which yields thousands of unlikely
 mistakes, so they do not fit. A mistake counts as caught if one of its listed tests fails. A syntax
 error, an import error or an error in a fixture does not count. If the tests of the default
 selection pass, all tests of their files run, including those of the full tier.
 
-This is a program for people, not a test. It works on copies of the tracked files.
+This is a program to run by hand, not a test. It works on copies of the tracked files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MUTANTS = (
 )
 # Largest share of the mistakes that only the full tier may catch.
 FULL_SHARE = 0.1
-# Seconds after which a run has hung.
+# Timeout of a run in seconds.
 LONGEST_RUN = 900
 CODE = f"import pytest, signal, sys; signal.alarm({LONGEST_RUN}); sys.exit(pytest.main(sys.argv))"
 # Exit statuses of pytest.
@@ -60,7 +60,7 @@ class Outcome:
     Attributes:
         caught_by: node id of the test that failed; empty if none did.
         tier: "default" or "full".
-        output: of the last run.
+        output: output of the last run.
     """
 
     mutant: Mutant
@@ -82,10 +82,10 @@ class Tree:
             "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "kernels")]),
             # Libraries of changed C++ files are deleted with the copy.
             "HF_SPEC_CACHE": os.environ.get("HF_SPEC_CACHE", str(cache)),
-            # On a CPU everywhere; the interpreter must be chosen before Triton is imported.
+            # Always on the CPU; the interpreter must be enabled before Triton is imported.
             "CUDA_VISIBLE_DEVICES": "",
             "TRITON_INTERPRET": "1",
-            # Pytest cuts the reasons of failures to the width of the terminal.
+            # Pytest truncates the reasons of failures to the width of the terminal.
             "COLUMNS": "1000",
         }
         self._python = ForkedPython(sys.executable, folder, scratch, variables)
@@ -143,7 +143,7 @@ def failures(output: str) -> list[str]:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-    # Python compares times in seconds and sizes, which may be equal.
+    # Python compares modification times in seconds and sizes, which may be equal.
     for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
         compiled.unlink()
 
@@ -179,7 +179,7 @@ def check_all(mutants: Sequence[Mutant], jobs: int) -> list[Outcome]:
 
 
 def check_unchanged(tree: Tree, mutants: Sequence[Mutant]) -> None:
-    """Run the tests of all mistakes without any; exit if one fails."""
+    """Run the tests of all mistakes on the unchanged code; exit if one fails."""
     start = time.perf_counter()
     result = tree.run(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
     if result.status not in (PASSED, NO_TESTS):
@@ -216,7 +216,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def head() -> str:
-    """Return how and when the table was made."""
+    """Return the heading of the table, with its command, commit and date."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, check=True, text=True)
     command = shlex.join(["python", "-m", "tests.mutants", *sys.argv[1:]])

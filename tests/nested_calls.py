@@ -1,7 +1,7 @@
-"""Logits processors that call `generate()` themselves while the model is changed for it.
+"""Logits processors that call `generate()` on the temporarily changed model.
 
-Contrastive processors do so: under `disable_adapter()`, with a hook, with other weights. The outer
-call must go on with the model as it was, and the inner one must see the change.
+Contrastive processors do this with `disable_adapter()`, a hook or other weights. The outer call
+must continue with the unchanged model, and the inner call must see the change.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
-# Every processor call on a text of such a sum makes a nested call; all would take too long.
+# Only texts whose tokens sum to a multiple of this make a nested call, to save time.
 EVERY = 4
 
 
 def _linear(model: PreTrainedModel) -> nn.Linear:
-    """A linear layer in the middle of the model."""
+    """Return a linear layer in the middle of the model."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     return linears[len(linears) // 2]
 
@@ -35,7 +35,7 @@ def hook(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def weights(model: PreTrainedModel) -> Iterator[None]:
-    """Through `.data`, which moves no version counter."""
+    """Negate a weight through `.data`, which does not change its version counter."""
     weight = _linear(model).weight
     weight.data.mul_(-1)
     try:
@@ -67,7 +67,7 @@ def parameter(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forward(model: PreTrainedModel) -> Iterator[None]:
-    """A forward of its own on a submodule that is no linear layer."""
+    """Replace the `forward` of a submodule that is not a linear layer."""
     module: Any = next(m for m in model.modules() if type(m).__name__.endswith("MLP"))
     before, has_own = module.forward, "forward" in vars(module)
     module.forward = lambda *given: -before(*given)
@@ -92,12 +92,12 @@ CHANGES: dict[str, Callable[[PreTrainedModel], contextlib.AbstractContextManager
 
 
 class Contrast(LogitsProcessor):
-    """Lowers the token that the changed model predicts next.
+    """Processor that lowers the scores of the tokens that the changed model generates next.
 
     Args:
-        model: generates the prediction.
+        model: generates these tokens.
         change: a key of `CHANGES`.
-        options: of the inner `generate()`: its strategy, or nothing for a plain call.
+        options: strategy of the inner `generate()`; empty for a plain call.
     """
 
     def __init__(self, model: PreTrainedModel, change: str, options: dict[str, Any]):
@@ -106,7 +106,7 @@ class Contrast(LogitsProcessor):
         self._options = options
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Lower the score of one token per row; a function of the row's text alone."""
+        """Lower the scores of two tokens of some rows, which depend on the row's text alone."""
         scores = scores.clone()
         for row, text in enumerate(input_ids[:, -6:]):
             if int(text.sum()) % EVERY:

@@ -1,4 +1,4 @@
-"""Requests for a batch that they join and leave, and their answers by plain `generate()`."""
+"""Requests that join and leave a batch, and their responses by plain `generate()`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind, trained here, and tiny models that learned a text with them."""
+"""Small trained tokenizers of every kind, and tiny models trained on a text with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _fast(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
 
 @cache
 def bpe(size: int = 310) -> PreTrainedTokenizerFast:
-    """Bytes, as GPT-2: no BOS, every text comes back as it was."""
+    """Return a byte-level tokenizer like GPT-2's: no BOS, and every text round-trips."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def bpe(size: int = 310) -> PreTrainedTokenizerFast:
 
 @cache
 def unigram(size: int = 90) -> PreTrainedTokenizerFast:
-    """As SentencePiece: marks in front of words, a BOS, a normaliser, unknown characters."""
+    """Return one like SentencePiece: word markers, a BOS, a normalizer, unknown characters."""
     made = Tokenizer(models.Unigram())
     made.normalizer = normalizers.NFKC()
     made.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -57,7 +57,7 @@ def unigram(size: int = 90) -> PreTrainedTokenizerFast:
 
 @cache
 def wordpiece(size: int = 120) -> PreTrainedTokenizerFast:
-    """As BERT: lower case, no spaces, a token at both ends."""
+    """Return one like BERT's: lowercase, no spaces, a special token at both ends."""
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     made.normalizer = normalizers.BertNormalizer(lowercase=True)
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -72,7 +72,7 @@ def wordpiece(size: int = 120) -> PreTrainedTokenizerFast:
 
 @cache
 def subset() -> PreTrainedTokenizerFast:
-    """A vocabulary that is part of `bpe()`'s: the same bytes and the first of its merges."""
+    """Return one with a subset of `bpe()`'s vocabulary: its bytes and its first merges."""
     return bpe(280)
 
 
@@ -80,7 +80,7 @@ KINDS = {"bpe": bpe, "unigram": unigram, "wordpiece": wordpiece, "subset": subse
 
 
 def letters(*words: str, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
-    """A few tokens that are written one after the other; the first is the padding."""
+    """Return a tokenizer of a few tokens, decoded without separators; the first is padding."""
     vocab = {word: at for at, word in enumerate(["<pad>", *words])}
     made = Tokenizer(models.BPE(vocab, list(merges)))
     made.decoder = decoders.Fuse()
@@ -88,7 +88,7 @@ def letters(*words: str, merges: tuple[tuple[str, str], ...] = ()) -> PreTrained
 
 
 def pair(target: Any, draft: Any) -> TokenizerPair:
-    """Two tokenizers whose models have no more embeddings than they have tokens."""
+    """Return a pair of tokenizers whose models have one embedding per token."""
     return TokenizerPair(
         TextTokens(target, len(target), "tokenizer"),
         TextTokens(draft, len(draft), "assistant_tokenizer"),
@@ -96,7 +96,7 @@ def pair(target: Any, draft: Any) -> TokenizerPair:
 
 
 def random_model(tokenizer: Any, seed: int = 0) -> LlamaForCausalLM:
-    """Random weights for the vocabulary of a tokenizer."""
+    """Return a random model for the vocabulary of a tokenizer."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -116,7 +116,7 @@ def random_model(tokenizer: Any, seed: int = 0) -> LlamaForCausalLM:
 
 @cache
 def learned(kind: str, steps: int = 60) -> LlamaForCausalLM:
-    """A model that goes on with the sentence over and over, in the tokens of one kind."""
+    """Return a model trained to repeat the sentence, with the tokenizer of one kind."""
     tokenizer: Any = KINDS[kind]()
     model = random_model(tokenizer)
     ids = torch.tensor([tokenizer(SENTENCE * 3, add_special_tokens=False).input_ids])
@@ -132,6 +132,6 @@ def learned(kind: str, steps: int = 60) -> LlamaForCausalLM:
 
 
 def batch(kind: str = "bpe", prompts: list[str] = PROMPTS) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, padded on the left."""
+    """Return prompts of different lengths, padded on the left."""
     made = KINDS[kind]()(prompts, return_tensors="pt", padding=True, padding_side="left")
     return {name: made[name] for name in ("input_ids", "attention_mask")}

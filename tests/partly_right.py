@@ -1,4 +1,4 @@
-"""A drafter for tests that knows the answers: right now and then, on chains or on trees."""
+"""Drafter for tests that has the expected output and drafts partly correct chains or trees."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from hf_spec import Drafter, DraftTree, GenerationState
 from tests.tiny_models import VOCAB
 
-# Most levels of a draft.
+# Maximum depth of a draft.
 DEPTH = 6
 
 
 class PartlyRight(Drafter):
-    """Chains, or trees, that are right for a random number of tokens and then wrong.
+    """Drafter of chains or trees that are right for a random number of tokens and then wrong.
 
-    Now and then a row has no draft at all.
+    One draft in ten is empty.
     """
 
     def __init__(self, answers: Sequence[Sequence[int]], branches: bool):
@@ -38,7 +38,7 @@ class PartlyRight(Drafter):
             if self.branches and self.dice.random() < 0.5:
                 tokens.append((token + 1) % VOCAB)
                 parents.append(last)
-                # The child of a wrong sibling, which after the right one would have been right.
+                # Child of the wrong sibling, with the token that is right after the right sibling.
                 tokens += true[level + 1 : level + 2]
                 parents += [len(parents) - 1] * (len(tokens) - len(parents))
             tokens.append(token if level < right else (token + 3) % VOCAB)

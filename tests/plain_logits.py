@@ -1,4 +1,4 @@
-"""What every node of a draft tree should get: plain forwards over its path alone."""
+"""Reference logits of draft tree nodes: plain forward passes over each path alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_spec import DraftTree
 
 
 def path_to(tree: DraftTree, node: int) -> list[int]:
-    """Tokens below the root, down to the node."""
+    """Return the tokens from below the root down to the node."""
     path: list[int] = []
     while tree.parent[node] >= 0:
         path.insert(0, tree.tokens[node])
@@ -19,12 +19,12 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 
 
 def alone(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """(V,) logits after the tokens, from one plain forward."""
+    """Return (V,) logits after the tokens, from one plain forward pass."""
     return model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
 
 
 def expected_logits(model: PreTrainedModel, tree: DraftTree, rows: list[list[int]]) -> Tensor:
-    """(N, V) of all nodes."""
+    """Return (N, V) reference logits of all nodes."""
     return torch.stack(
         [
             alone(model, tokens + path_to(tree, node))

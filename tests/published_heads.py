@@ -1,6 +1,6 @@
-"""Heads of random weights as they lie on the Hub: EAGLE-3 in three layouts, P-EAGLE, EAGLE-1.
+"""Random heads in their Hub layouts: EAGLE-3 in three layouts, P-EAGLE and EAGLE-1.
 
-And what they should draft, recomputed for every token from the whole text, in plain torch.
+Their reference drafts are recomputed from the whole text for every token, in plain torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sizes(
     known: int = KNOWN,
     prefix: str = "layers.0.",
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of an EAGLE-3 head."""
+    """Return the tensor shapes of an EAGLE-3 head."""
     attention = prefix + "self_attn."
     return {
         "fc.weight": (width, num_aux * target),
@@ -56,7 +56,7 @@ def sizes(
 
 
 def first_sizes() -> dict[str, Sequence[int]]:
-    """Those of an EAGLE-1 head."""
+    """Return the tensor shapes of an EAGLE-1 head."""
     plain = {k: v for k, v in sizes().items() if k.startswith("layers.0.")}
     left_out = ("input_layernorm", "hidden_norm")
     shapes = {k: v for k, v in narrow(plain).items() if not any(name in k for name in left_out)}
@@ -64,13 +64,13 @@ def first_sizes() -> dict[str, Sequence[int]]:
 
 
 def narrow(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """The same with an ordinary layer's queries, keys and values, which read states alone."""
+    """Return the shapes with an ordinary layer's q, k and v, which read only hidden states."""
     wide = ("q_proj", "k_proj", "v_proj")
     return {k: (v[0], WIDTH) if any(n in k for n in wide) else v for k, v in shapes.items()}
 
 
 def random_tensors(shapes: Mapping[str, Sequence[int]], seed: int = 2) -> dict[str, Tensor]:
-    """Norms around one, all else around zero."""
+    """Return random tensors, norms around one and all others around zero."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -80,7 +80,7 @@ def random_tensors(shapes: Mapping[str, Sequence[int]], seed: int = 2) -> dict[s
 
 
 def bare(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of layers that add nothing; norms keep directions."""
+    """Return tensors of layers that add nothing, with norms that keep directions."""
     return {
         name: torch.ones_like(tensor) if "norm" in name else torch.zeros_like(tensor)
         for name, tensor in tensors.items()
@@ -94,14 +94,14 @@ def embeddings() -> torch.Tensor:
 
 @cache
 def offsets(known: int = KNOWN) -> Tensor:
-    """(R,) int64: what is added to each id of the head's own."""
+    """Return (R,) int64 offsets of target ids from the head's own ids."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randperm(VOCAB, generator=generator)[:known].sort().values
     return ids - torch.arange(known)
 
 
 def plain_config(**more: Any) -> dict[str, Any]:
-    """SafeAILab's: that of a Llama of one layer."""
+    """Return a config in SafeAILab's layout, that of a Llama with one layer."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -120,7 +120,7 @@ def plain_config(**more: Any) -> dict[str, Any]:
 
 
 def speculators_config(kind: str = "eagle3", **more: Any) -> dict[str, Any]:
-    """That of vLLM's speculators."""
+    """Return a config in the layout of vLLM's speculators."""
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": kind,
@@ -132,7 +132,7 @@ def speculators_config(kind: str = "eagle3", **more: Any) -> dict[str, Any]:
 
 
 def converted_config(**more: Any) -> dict[str, Any]:
-    """Config of a head that `speculators convert` wrote, with all of its entries."""
+    """Return the complete config of a head that `speculators convert` wrote."""
     layer = {**plain_config(), "head_dim": SIZE, "rope_theta": 10000.0, "rope_scaling": None}
     del layer["draft_vocab_size"], layer["architectures"]
     return {
@@ -158,7 +158,7 @@ def converted_config(**more: Any) -> dict[str, Any]:
 
 
 def mask_of(offsets: Tensor) -> Tensor:
-    """(V,) bool: the tokens that a head can draft."""
+    """Return (V,) bool: the tokens that a head can draft."""
     mask = torch.zeros(VOCAB, dtype=torch.bool)
     mask[offsets + torch.arange(len(offsets))] = True
     return mask
@@ -166,14 +166,14 @@ def mask_of(offsets: Tensor) -> Tensor:
 
 @cache
 def scratch() -> Path:
-    """A folder for heads, removed at the end."""
+    """Return a folder for heads, deleted at exit."""
     folder = tempfile.mkdtemp(prefix="published_heads_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def save(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """Write a head to a folder, whose path is returned."""
+    """Write a head to a folder and return its path."""
     folder = scratch() / name
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -183,7 +183,7 @@ def save(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 @dataclass(frozen=True)
 class Sample:
-    """A head in a folder with its tensors, by the names of the speculators layout, and switches."""
+    """Head in a folder, with its options and its tensors by their speculators names."""
 
     folder: str
     tensors: dict[str, Tensor]
@@ -195,17 +195,17 @@ class Sample:
     window: int | None = None
 
     def reference(self, name: str = "llama", table: Tensor | None = None) -> Reference:
-        """What it drafts for the named model."""
+        """Return the reference of this head for the named model."""
         return Reference(self, build(name), table)
 
 
 @cache
 def sample(kind: str = "eagle3") -> Sample:
-    """A head for the tiny Llama, by the layout that it lies in."""
+    """Return a head for the tiny Llama in a layout."""
     mask = {"t2d": torch.zeros(VOCAB, dtype=torch.bool)}
     if kind == "eagle":
         tensors = random_tensors(first_sizes())
-        # There is no norm before the target's head: larger logits would be sure of everything.
+        # There is no norm before the target's head; larger logits would be overconfident.
         tensors["fc.weight"] *= 0.2
         config = plain_config()
         del config["draft_vocab_size"]
@@ -243,7 +243,7 @@ def sample(kind: str = "eagle3") -> Sample:
 
 
 class Reference:
-    """A head of one or more layers in plain torch, without a cache."""
+    """Head of one or more layers in plain torch, without a cache."""
 
     def __init__(self, head: Sample, model: PreTrainedModel, table: Tensor | None = None):
         self.head, self.model, self.t = head, model, head.tensors
@@ -254,7 +254,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
-        """(R,): what follows the committed tokens and a drafted path."""
+        """Return (R,) logits after the committed tokens and a drafted path."""
         ids = torch.tensor([list(tokens)])
         states = self.model(ids[:, :-1], output_hidden_states=True).hidden_states
         features = self.fuse([states[layer][0] for layer in self.head.aux])
@@ -270,16 +270,16 @@ class Reference:
         return self.read(self.outputs(text, features)[-1])
 
     def ids(self, places: Tensor) -> Tensor:
-        """Target tokens of the head's own."""
+        """Return the target's token ids of the head's own ids."""
         return places + self.t["d2t"][places] if "d2t" in self.t else places
 
     def probs(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
-        """(V,): the distribution after a path, 0 for tokens that the head does not know."""
+        """Return the (V,) distribution after a path, 0 for tokens that the head cannot draft."""
         few = self.logits(tokens, path).softmax(dim=-1)
         return torch.zeros(VOCAB).index_copy(0, self.ids(torch.arange(len(few))), few)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """(T, h) features of (T, H) states."""
+        """Return (T, h) features of (T, H) states."""
         if self.head.family == "eagle":
             return states[0]
         parts = [
@@ -292,7 +292,7 @@ class Reference:
         return F.linear(joined, self.t["fc.weight"], self.t.get("fc.bias"))
 
     def outputs(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """(T, h) of (T,) tokens and (T, h) features, each pair seeing those before it."""
+        """Return (T, h) outputs of (T,) tokens and (T, h) features, with causal attention."""
         embedded = self.table[tokens]
         if self.head.family == "eagle":
             joined = torch.cat([embedded, features], dim=-1)
@@ -315,7 +315,7 @@ class Reference:
         return residual
 
     def attention(self, entered: Tensor, prefix: str) -> Tensor:
-        """Causal attention, to the newest pairs if there is a window; positions from 0."""
+        """Return causal attention, within the window if there is one; positions start at 0."""
         count = len(entered)
         size = self.t[prefix + "o_proj.weight"].shape[1] // HEADS
 
@@ -341,7 +341,7 @@ class Reference:
         )
 
     def turned(self, heads: Tensor) -> Tensor:
-        """(heads, T, D) turned by their positions."""
+        """Return (heads, T, D) rotated by their positions."""
         size = heads.shape[-1]
         rates = self.head.theta ** (-torch.arange(0, size, 2) / size)
         angles = torch.outer(torch.arange(heads.shape[1]).float(), rates)
@@ -350,15 +350,15 @@ class Reference:
         return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """RMS norm with a weight of the head's."""
+        """Apply RMS norm with a weight of the head."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.t[name]
 
     def onward(self, output: Tensor) -> Tensor:
-        """The feature of the next step."""
+        """Return the feature of the next step."""
         return self.norm(output, "norm.weight") if self.head.norm_output else output
 
     def read(self, output: Tensor) -> Tensor:
-        """(R,) logits of an output."""
+        """Return (R,) logits of an output."""
         if self.head.family == "eagle":
             target: Any = self.model
             return target.lm_head(output)

@@ -1,4 +1,4 @@
-"""A call that must be refused, and models that are."""
+"""Check for calls that must raise an error, and unsupported models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def refuse(
     model: T.PreTrainedModel | None = None,
     **call: Any,
 ) -> None:
-    """The call must raise before any forward, and change nothing."""
+    """Check that a call raises before any forward pass and leaves the models unchanged."""
     model = model or build("llama")
     call = {"max_new_tokens": 4, "spec_strategy": "lookup", **call}
     if not {"input_ids", "inputs", "inputs_embeds", "input_features"} & set(call):

@@ -1,4 +1,4 @@
-"""Small `GenerationState`s, commits of given tokens, and criteria and streamers for both."""
+"""Small `GenerationState`s, commits of given tokens, criteria and streamers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
 
 
 class EndRowOn(StoppingCriteria):
-    """Ends row r with token `ends[r]`, and remembers what it was shown."""
+    """Criterion that ends row r at token `ends[r]` and records its inputs."""
 
     def __init__(self, *ends: int):
         self.ends = torch.tensor(ends)
@@ -30,7 +30,7 @@ class EndRowOn(StoppingCriteria):
 
 
 class EndAllOn(StoppingCriteria):
-    """The old form of a criterion: one answer for the whole batch."""
+    """Criterion in the old form, which returns one bool for the whole batch."""
 
     def __init__(self, token: int):
         self.token = token
@@ -40,7 +40,7 @@ class EndAllOn(StoppingCriteria):
 
 
 class RowRecorder(BatchStreamer):
-    """Keeps what comes of each sequence."""
+    """Streamer that records the tokens of each sequence."""
 
     def __init__(self) -> None:
         self.rows: dict[int, list[int]] = {}
@@ -58,7 +58,7 @@ def make_state(*criteria: Any, rows: slice = slice(None), **options: Any) -> Gen
 
 
 def commit(state: GenerationState, *blocks: list[int], **extra: Any) -> None:
-    """Commit one block per row: its last token is the bonus, an empty one a finished row."""
+    """Commit one block per row, whose last token is the bonus; finished rows have empty blocks."""
     rows = []
     for tokens, block in zip(state.tokens, blocks, strict=True):
         nodes = [tokens[-1], *block[:-1]] if block else []

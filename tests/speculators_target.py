@@ -1,4 +1,4 @@
-"""Target of heads that the package speculators loads: their configs name its folder."""
+"""Target of heads that the package speculators loads; their configs have its folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.tiny_models import LLAMA_LIKE
 def saved_target(
     folder: Path, monkeypatch: pytest.MonkeyPatch, model: T.PreTrainedModel | None = None
 ) -> Any:
-    """Save a model, random with eight layers by default, as `target`; return it as loaded there."""
-    # speculators loads it by the name of the folder.
+    """Save a model (default: random, eight layers) as `target`; return it as loaded from there."""
+    # speculators loads it by the relative name of the folder.
     monkeypatch.chdir(folder)
     if model is None:
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Continuous batching samples from each prompt's own distribution: chi-square, and a broken twin.
+"""Continuous batching samples from each prompt's distribution: chi-square, and a broken variant.
 
-Prompts of different length follow each other in every slot, and token 2 ends a sequence.
+Prompts of different lengths reuse every slot, and token 2 ends a sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DRAWS = 400
 
 
 def sample(settings: dict[str, Any], strategy: str, draws: int) -> Tensor:
-    """(prompts, draws, STEPS) tokens, zeros after the end of a sequence."""
+    """Return (prompts, draws, STEPS) tokens, zeros after the end of a sequence."""
     torch.manual_seed(5)
     outputs = tiny(0).generate_batch(
         RAGGED * draws,
@@ -62,7 +62,7 @@ def test_every_sequence_has_its_own_distribution() -> None:
 
 
 def test_a_slot_that_remembers_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys and values of two tokens of the sequence before are taken for the new one's."""
+    """A slot that keeps two tokens of the previous sequence in its KV cache is detected."""
     monkeypatch.setattr(ModelRunner, "restart", lambda self, row: self.shorten(row, 2))
     assert worst_p_value(PLAIN, "draft") < REJECTED
 

@@ -1,4 +1,4 @@
-"""Batches of any size and order, every way to pad, continuous batching: each row as if alone."""
+"""Rows of a batch decode as they do alone, for any size, order and padding, also continuously."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiers import FEW_STRATEGIES
 
 NEW_TOKENS = 16
 STRATEGIES = tiny_models.MATRIX
-# Attention in one packed sequence, with a window, with learned positions, and in a rectangle.
+# A sliding window, one packed sequence, learned positions, and rectangular inputs.
 MODELS = ("gemma3", "llama", "gpt2", "falcon_alibi")
 NUM_PROMPTS = 40
 SLOTS = 6
@@ -33,7 +33,7 @@ SLOTS = 6
 
 @cache
 def prompts(name: str) -> list[list[int]]:
-    """Forty prompts of 1 to 45 tokens; some end in what the model itself says to them."""
+    """Return 40 prompts of 1 to 45 tokens; every fourth has a continuation by the model."""
     generator = torch.Generator().manual_seed(9)
     settled = tiny_models.settled_prompt(name)[0].tolist()
     found = []
@@ -47,7 +47,7 @@ def prompts(name: str) -> list[list[int]]:
 
 @cache
 def alone(name: str, eos: tuple[int, ...] = ()) -> list[list[int]]:
-    """What plain `generate()` says to each prompt by itself."""
+    """Return the response of plain `generate()` to each prompt alone."""
     answers = []
     for prompt in prompts(name):
         ids = torch.tensor([prompt])
@@ -64,7 +64,7 @@ def alone(name: str, eos: tuple[int, ...] = ()) -> list[list[int]]:
 
 @cache
 def ends(name: str) -> tuple[int, ...]:
-    """Ends of sequence that every other prompt or so meets, early or late."""
+    """Return EOS tokens that end about half of the responses, early or late."""
     said = [answer[place] for answer, place in zip(alone(name), (3, 7, 11, 14) * 2, strict=False)]
     return tuple(sorted(set(said)))
 
@@ -102,7 +102,7 @@ def check_batch(
 
 
 def orders(size: int) -> list[list[int]]:
-    """Three batches of so many prompts: in order, backwards, mixed."""
+    """Return three batches of `size` prompts: in order, reversed, shuffled."""
     mixed = torch.randperm(NUM_PROMPTS, generator=torch.Generator().manual_seed(size)).tolist()
     return [list(range(size)), list(range(20, 20 + size))[::-1], mixed[:size]]
 
@@ -136,7 +136,7 @@ def test_every_way_to_pad_is_exact(strategy: str, batching: str) -> None:
 
 
 def test_padding_does_not_change_what_is_counted() -> None:
-    """The padding ratio is a matter of what is accepted; the tokens run are not."""
+    """The padding ratio depends only on accepted tokens; `target_tokens` depends on batching."""
     found = {
         batching: check_batch("llama", "tree", [0, 1, 2, 3, 4], batching).spec_stats
         for batching in BATCHING
@@ -156,7 +156,7 @@ def test_padding_does_not_change_what_is_counted() -> None:
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 def test_a_cache_goes_on_in_the_next_turn(strategy: str, batching: str) -> None:
-    """What a padded call leaves in a user's cache has no gaps, and one is gone on from."""
+    """A padded call leaves a user's cache without gaps, and can resume from one."""
     model = tiny_models.build("llama")
     rows = [torch.tensor(prompts("llama")[row]) for row in (0, 3, 8)]
     batch = tiny_models.left_padded(rows)
@@ -190,7 +190,7 @@ def test_every_strategy_has_the_option(strategy: str) -> None:
 
 
 def test_the_option_is_named() -> None:
-    """Configs made with values in order keep their meaning."""
+    """Configs with positional arguments keep their meaning."""
     assert LookupConfig(3).match_length == 3
 
 

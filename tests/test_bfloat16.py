@@ -1,4 +1,4 @@
-"""In bfloat16 the bits of a token's states depend on its prefix alone."""
+"""In bfloat16 the bits of a token's hidden states depend only on its prefix."""
 
 from __future__ import annotations
 

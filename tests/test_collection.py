@@ -11,7 +11,7 @@ from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[1]
 MISSING = ("nbclient", "nbformat", "openai")
-# Of tests that need one of them, by themselves or by what they import.
+# Folders of tests that need one of these packages, directly or through an import.
 FOLDERS = [f"tests/{name}" for name in ("cli", "examples", "integrations", "serving", "studies")]
 
 COLLECT = f"""
@@ -25,7 +25,7 @@ sys.exit(pytest.main([*options, *sys.argv[1:]]))
 
 @pytest.mark.full
 def test_missing_packages_skip_what_needs_them(new_python: ForkedPython) -> None:
-    """As on a machine with a GPU, where the extras may be incomplete."""
+    """Machines with a GPU, which run these tests, may have incomplete extras."""
     found = new_python.run(COLLECT, "-c", *FOLDERS)
     assert found.status == 0, found.out + found.err
     for extra in ("serve", "notebooks"):
@@ -33,7 +33,7 @@ def test_missing_packages_skip_what_needs_them(new_python: ForkedPython) -> None
 
 
 def test_every_planted_mistake_has_its_place_and_its_tests() -> None:
-    """So that `python -m tests.mutants` can run after a change of the code."""
+    """`python -m tests.mutants` can still run after a change of the code."""
     counts = [(mutant.name, _read(mutant.file).count(mutant.old)) for mutant in MUTANTS]
     assert [(name, count) for name, count in counts if count != 1] == []
     ids = [test.split("::") for mutant in MUTANTS for test in mutant.tests]

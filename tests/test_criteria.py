@@ -1,4 +1,4 @@
-"""Stopping criteria over whole batches are asked and obeyed as in plain decoding."""
+"""Stopping criteria over whole batches are called and applied as in plain decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEW_TOKENS = 24
 
 @cache
 def said(name: str) -> Tensor:
-    """(5, NEW_TOKENS) what the model says to the ragged batch."""
+    """Return (5, NEW_TOKENS) tokens that the model generates for the ragged batch."""
     batch = tiny_models.prompts(name, "ragged")
     output = tiny_models.build(name).generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
     return output[:, batch["input_ids"].shape[1] :]
@@ -58,7 +58,7 @@ def options(name: str, kind: str, padded: bool) -> dict[str, Any]:
         "return_dict_in_generate": True,
     }
     if padded:
-        # With an end of sequence rows are padded, without one they wait for each other.
+        # With an EOS token ended rows are padded; without one all rows run until the last ends.
         given["eos_token_id"] = word(name, 1, 5)
     if kind == "reads scores" or not padded:
         given |= {"output_scores": True, "output_logits": True}
@@ -69,7 +69,7 @@ def options(name: str, kind: str, padded: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", tiny_models.MATRIX)
 def test_all_is_as_in_plain_decoding(strategy: str, kind: str) -> None:
-    # Every kind meets both ways to end a batch, with half of the strategies each.
+    # Every kind runs with and without padding, with half of the strategies each.
     given = options("llama", kind, (len(kind) + tiny_models.MATRIX.index(strategy)) % 2 == 0)
     criteria.compare(
         tiny_models.build("llama"),
@@ -123,7 +123,7 @@ def test_a_harmless_criterion_changes_no_draft() -> None:
 
 
 class Spelled(TextStreamer):
-    """A streamer of transformers that keeps what it writes."""
+    """Streamer of transformers that records its text."""
 
     def __init__(self) -> None:
         super().__init__(tiny_models.tokenizer(), skip_prompt=True)
@@ -149,7 +149,7 @@ def test_a_single_sequence_streams_what_plain_decoding_streams(kind: str) -> Non
 
 
 class OwnEnd(StoppingCriteria):
-    """Has an end of sequence of its own, so rows are padded."""
+    """Criterion with its own EOS token, so that rows are padded."""
 
     eos_token_id = torch.tensor([tiny_models.VOCAB])
 
@@ -180,14 +180,14 @@ DRAWS = 2_000
 
 
 class EitherOfTwo(StoppingCriteria):
-    """Rows go in pairs; both end as soon as one of them says END."""
+    """Criterion over pairs of rows: both end as soon as one of them generates END."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return (input_ids[:, -1] == END).reshape(2, PAIRS).any(dim=0).repeat(2)
 
 
 def pairs_p_value(strategy: str) -> float:
-    """Chi-square of the first two tokens of both rows of a pair against their joint."""
+    """Return the chi-square p-value of the first two tokens of row pairs against their joint."""
     prompts, size = test_distribution.RAGGED[:2], test_distribution.VOCAB
     batch = tiny_models.left_padded([torch.tensor(p) for p in prompts for _ in range(PAIRS)])
     torch.manual_seed(3)
@@ -198,7 +198,7 @@ def pairs_p_value(strategy: str) -> float:
             do_sample=True,
             top_k=0,
             max_new_tokens=3,
-            # Token 0 pads; it never ends a row in other ways than the criterion does.
+            # Enables padding by token 0. It is never generated: only the criterion ends rows.
             eos_token_id=[size + 1],
             stopping_criteria=StoppingCriteriaList([EitherOfTwo()]),
             **test_distribution.arguments(strategy),

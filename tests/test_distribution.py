@@ -1,7 +1,7 @@
 """Sampling keeps the target's own distribution: chi-square on a vocabulary of eight tokens.
 
 The first three generated tokens of `model.generate(do_sample=True, spec_strategy=...)` are compared
-jointly with probabilities that come from plain forwards of every possible prefix and transformers'
+jointly with probabilities from plain forward passes over every possible prefix and transformers'
 own processors. Deliberately broken verifiers must fail the same test, or it would prove nothing.
 """
 
@@ -60,12 +60,12 @@ from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapte
 VOCAB = 8
 STEPS = 3
 ROWS_PER_CALL = 250
-# Those of the broken twins, which must be found with no more.
+# Draws per test; broken variants must be detected with the same number.
 DRAWS = 3_000
 
-# Seeds are fixed, so a test passes always or never. It has to be lucky only when a change of the
-# code shifts the random stream: one false alarm in a million per test keeps that a rarity, while
-# every broken twin below is beyond 1e-9 with as many draws.
+# Seeds are fixed, so a test always passes or always fails until a change of the code shifts the
+# random stream. One false alarm in a million per test is rare enough, while the p-value of every
+# broken variant below is under 1e-9 with the same number of draws.
 ALPHA = 1e-6
 REJECTED = 1e-9
 
@@ -73,13 +73,13 @@ REPETITIVE = [1, 2, 3, 1, 2, 4, 1, 2]
 # Padded on the left with token 0; lookup finds matches in each.
 RAGGED = [REPETITIVE, [5, 6, 5], [3, 3, 4, 3, 3]]
 
-# Among the opinions that the random classifier has of the draft model.
+# Within the range of the random classifier's predictions for the draft model.
 DISCO_THRESHOLD = 0.464
 
-# Both a draft model and a head are asked now and then.
+# With these costs both a draft model and a head are used.
 AUTO_TIMINGS = {**TIMINGS, "draft": {"tree": [[1, 0.1]], "falcon": [[1, 0.1]]}}
 
-# Equal tokens are merged wherever they stand: with two levels of drafts, most of the second one.
+# Equal tokens are merged at any position: with two draft levels, most of the second one.
 MERGING: dict[str, Any] = {"min_probability": 0.0, "min_sibling_ratio": 0.0, "merge_length": 0}
 
 PLAIN: dict[str, Any] = {}
@@ -110,7 +110,7 @@ def tiny(seed: int, vocab_size: int = VOCAB) -> LlamaForCausalLM:
 
 @cache
 def pard_draft() -> LlamaForCausalLM:
-    """A draft model of its own, as the others must not have a mask token."""
+    """Return a separate draft model, as the others must not have a mask token."""
     draft = copy.deepcopy(tiny(1))
     draft.config.pard_token = VOCAB - 1
     return draft
@@ -118,7 +118,7 @@ def pard_draft() -> LlamaForCausalLM:
 
 @cache
 def draft_of_few_tokens() -> LlamaForCausalLM:
-    """A draft model that knows half of the tokens."""
+    """Return a draft model that predicts only half of the tokens."""
     draft = copy.deepcopy(tiny(1))
     few = torch.tensor([1, 3, 4, 6])
     draft.set_output_embeddings(DraftHead(draft.get_output_embeddings(), few))
@@ -127,9 +127,9 @@ def draft_of_few_tokens() -> LlamaForCausalLM:
 
 @cache
 def disco_config() -> DiscoConfig:
-    """A random classifier that stops after some tokens of the draft model and not after others.
+    """Return the config of a random classifier that stops after some draft tokens but not others.
 
-    Its folder lasts as long as the session.
+    Its folder is deleted at exit.
     """
     folder = tempfile.mkdtemp(prefix="disco_adapter_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -145,7 +145,7 @@ def falcon_head() -> FalconHead:
 
 @cache
 def eagle_head() -> str:
-    """Folder of an EAGLE-1 head, which lasts as long as the session."""
+    """Return the folder of an EAGLE-1 head, deleted at exit."""
     shapes = {
         "fc.weight": (16, 32),
         "layers.0.self_attn.q_proj.weight": (16, 16),
@@ -171,9 +171,9 @@ def mtp_head() -> MtpHead:
     return head_for(tiny(0))
 
 
-# Drawn, and verified by residual rejection.
+# Sampled drafts, verified by residual rejection.
 CHAIN = {"max_draft_tokens": 2, "children": 1}
-# The published loop verifies in its second forward, which leaves one draft of three tokens.
+# The published loop verifies in its second forward pass, which leaves one draft of three tokens.
 SDSAT_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]
 
 
@@ -191,7 +191,7 @@ def muse_head() -> PublishedHead:
 
 @cache
 def dflash2_head() -> PublishedHead:
-    """It can draft five of the eight tokens after each prefix."""
+    """Return a head that can draft five of the eight tokens after each prefix."""
     head = dflash2(layers=(0, 1), size=16, vocab=VOCAB)
     inner = {**head.config["dflash_config"], "block_size": 3, "selector_top_k": 5}
     return replace(head, config={**head.config, "dflash_config": inner})
@@ -316,7 +316,7 @@ def arguments(strategy: str) -> dict[str, Any]:
 
 
 def processors(settings: dict[str, Any], prompt: list[int]) -> list[Any]:
-    """What generate() makes of the settings, in its order."""
+    """Return the processors that generate() creates for the settings, in its order."""
     made = {
         "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor,
         "no_repeat_ngram_size": hf.NoRepeatNGramLogitsProcessor,
@@ -329,7 +329,7 @@ def processors(settings: dict[str, Any], prompt: list[int]) -> list[Any]:
 
 @torch.no_grad()
 def exact(prompt: list[int], settings: dict[str, Any], eos: int | None) -> Tensor:
-    """(VOCAB ** STEPS,) probabilities of every continuation, from one forward per prefix."""
+    """Return (VOCAB ** STEPS,) probabilities of all continuations: one forward pass per prefix."""
     prefixes = torch.tensor([prompt])
     joint = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(STEPS):
@@ -349,7 +349,7 @@ def exact(prompt: list[int], settings: dict[str, Any], eos: int | None) -> Tenso
 def sample(
     prompts: list[list[int]], settings: dict[str, Any], strategy: str, draws: int, eos: int | None
 ) -> Tensor:
-    """(prompts, draws, STEPS) tokens that generate() draws."""
+    """Return (prompts, draws, STEPS) tokens that generate() samples."""
     width = max(len(p) for p in prompts)
     padded = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -375,7 +375,10 @@ def sample(
 
 
 def p_value(tokens: Tensor, joint: Tensor) -> float:
-    """Chi-square of (draws, STEPS) tokens against the joint; rare continuations share a cell."""
+    """Return the chi-square p-value of (draws, STEPS) tokens against the joint distribution.
+
+    Rare continuations share a cell.
+    """
     place = VOCAB ** torch.arange(STEPS - 1, -1, -1)
     counts = torch.bincount((tokens * place).sum(dim=1), minlength=VOCAB**STEPS)
     expected = joint * len(tokens)
@@ -449,7 +452,7 @@ CASES = [
     ("siblings", TOP_K),
     ("siblings", REPETITION),
 ]
-# What these add to the others is tested of each by itself; here they take time.
+# Slow here; each method has its own tests of its differences from the others.
 SLOW_CASES = [
     ("pard", TOP_K),
     ("pard", REPETITION),
@@ -558,7 +561,7 @@ def test_joint_distribution_with_100_000_draws(
 
 
 def flatter(distributions: Any) -> Tensor | None:
-    """What the draft model said before a temperature of 0.5, not what was drawn from."""
+    """Return the draft probabilities before a temperature of 0.5, not those of the sampling."""
     probs = draft_model_stack(distributions)
     if probs is None:
         return None
@@ -576,9 +579,9 @@ def target_probs(text: tuple[int, ...]) -> Tensor:
 
 
 def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftTree:
-    """Takes the whole draft back where the target finds its first token less likely."""
+    """Discard the whole draft if its first token is less likely for the target."""
     tree = whole_draft(self, state, limits)
-    if tree.draft_probs is None:  # There was room for one token alone.
+    if tree.draft_probs is None:  # There was room for one token only.
         return tree
     rows, kept = [], []
     for row, text in enumerate(state.tokens):
@@ -593,7 +596,7 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 
 
 class TestBrokenTwins:
-    """What the test above must not let pass."""
+    """Broken variants that the test above must detect."""
 
     @pytest.mark.by_default(strategy=("draft", "siblings"))
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The documentation: links lead somewhere, examples run, made pages and pictures are current."""
+"""Documentation: links resolve, examples run, generated pages and pictures are current."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read(page: Path | str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What links may name after #: the headings, as GitHub writes them."""
+    """Return the valid link anchors of a page: its headings in GitHub's form."""
     headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", text), re.M)
     words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
     return {word.strip().replace(" ", "-") for word in words}
@@ -95,7 +95,7 @@ def test_every_page_stands_in_a_toctree() -> None:
 
 
 def commands_of(page: Path) -> list[list[str]]:
-    """Every `hf-spec ...` in shell blocks and code spans, as words without `hf-spec`."""
+    """Return every `hf-spec ...` of shell blocks and code spans, as words without `hf-spec`."""
     text = read(page)
     blocks = [block["code"] for block in FENCE.finditer(text) if block["language"] == "bash"]
     spans = re.findall(r"`(hf-spec [^`]+)`", FENCE.sub("", text).replace("\n", " "))
@@ -105,7 +105,7 @@ def commands_of(page: Path) -> list[list[str]]:
 
 
 def unknown_words(words: list[str]) -> list[str]:
-    """What of a call the command line does not know: sub-commands and options."""
+    """Return the sub-commands and options of a call that do not exist."""
     if words[0].startswith("-"):
         return []
     if words[0] not in COMMANDS:
@@ -133,7 +133,7 @@ def test_an_unknown_command_is_seen() -> None:
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model and its tokenizer, where the examples expect SmolLM2."""
+    """Return the folder of a tiny model and its tokenizer, used instead of SmolLM2."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny_models.build("llama").save_pretrained(folder)
     tokenizer = tiny_models.tokenizer()
@@ -144,7 +144,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def names(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Namespace for the code of a page, with a tiny model in place of SmolLM2."""
+    """Return a namespace for the code of a page, with a tiny model instead of SmolLM2."""
     monkeypatch.setattr("hf_spec.common.small_models.smollm2_135m_instruct", lambda: tiny_folder)
     monkeypatch.setattr(registry, "_STRATEGIES", dict(registry._STRATEGIES))
     return {"__name__": "documentation"}
@@ -157,7 +157,7 @@ def python_blocks(page: Path | str) -> list[re.Match[str]]:
 
 
 def run_blocks(page: Path | str, names: dict[str, Any]) -> None:
-    """Execute the Python blocks of a page, which take the names of those before them."""
+    """Execute the Python blocks of a page in one namespace."""
     for block in python_blocks(page):
         line = read(page)[: block.start("code")].count("\n")
         exec(
@@ -167,7 +167,7 @@ def run_blocks(page: Path | str, names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_examples_parse_and_name_what_exists(page: Path) -> None:
-    """Also those that need a real model or an adapter."""
+    """This includes examples that need a real model or an adapter."""
     for block in FENCE.finditer(read(page)):
         if block["language"] == "python":
             ast.parse(block["code"])
@@ -189,7 +189,7 @@ def test_examples_run_as_pasted(page: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class TestYourOwnDrafter:
-    """The code of the page, through `generate()`."""
+    """Code of the page, run through `generate()`."""
 
     PAGE = "docs/your-own-drafter.md"
 
@@ -231,7 +231,7 @@ class TestYourOwnDrafter:
     def test_sampled_tokens_are_those_that_come_without_drafts(
         self, seed: int, names: dict[str, Any]
     ) -> None:
-        """Node draw draws once per token, whatever the tree; one row has no other draws."""
+        """`NodeDraw` draws once per token for any tree, and one row has no other draws."""
         run_blocks(self.PAGE, names)
         model: PreTrainedModel = names["model"]
 
@@ -264,7 +264,7 @@ def test_tables_of_options_are_complete(page: str) -> None:
 
 
 def json_like(default: Any) -> str:
-    """A default as the tables write it."""
+    """Return a default in the format of the tables."""
     return f'"{default}"' if isinstance(default, str) else str(default)
 
 
@@ -309,7 +309,7 @@ def test_the_drawings_are_current() -> None:
 
 
 def css_rules(path: Path) -> dict[str, str]:
-    """Selectors of a style sheet outside of media queries, and their declarations."""
+    """Return the selectors of a style sheet outside of media queries, with their declarations."""
     text = re.sub(r"/\*.*?\*/", "", path.read_text("utf-8"), flags=re.S)
     text = re.sub(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", text)
     rules: dict[str, str] = {}
@@ -328,7 +328,7 @@ class TestStyle:
         assert [path.name for path in self.SHEET.parent.iterdir()] == [self.SHEET.name]
 
     def test_wide_tables_code_and_plots_scroll_in_their_own_boxes(self) -> None:
-        """The theme's boxes of tables and code scroll; ours only must not keep columns wide."""
+        """The theme makes tables and code scroll; our rules only must let columns shrink."""
         furo = pytest.importorskip("furo", reason="the extra docs is not installed")
         theme = css_rules(Path(furo.__file__).parent / "theme/furo/static/styles/furo.css")
         assert "overflow-x:auto" in theme["[role=main] .table-wrapper.container"]
@@ -339,7 +339,7 @@ class TestStyle:
         assert "overflow-x: auto" in ours["article p:has(> img)"]
 
     def test_pages_leave_tables_and_pictures_to_the_theme(self) -> None:
-        """Written in HTML they would have no box that scrolls, and no style."""
+        """Tables and pictures written in HTML would not scroll and would have no style."""
         found = [
             page for page in PAGES if re.search(r"<(table|img|pre)\b", FENCE.sub("", read(page)))
         ]
@@ -353,7 +353,7 @@ def test_the_front_page_shows_a_result_before_it_links() -> None:
 
 
 class TestSpeeds:
-    """Every speed of README and docs is generated from one record, of today's adapters."""
+    """Every speed in README and docs is generated from one record of the shipped adapters."""
 
     MADE = runpy.run_path(str(DOCS / "speeds.py"))
 
@@ -384,7 +384,7 @@ class TestSpeeds:
 
     @pytest.mark.parametrize("page", USER_PAGES, ids=str)
     def test_no_other_page_quotes_a_speed(self, page: Path) -> None:
-        """Speedups are on generated pages only."""
+        """Only generated pages have speedups."""
         if page.name in {"README.md", "benchmarks.md", "papers.md"}:
             return
         assert re.findall(r"\b\d+\.\d+x\b", FENCE.sub("", read(page))) == []

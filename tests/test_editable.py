@@ -1,4 +1,4 @@
-"""An editable install is read by type checkers, and by Python wherever it is started."""
+"""An editable install works with type checkers, and with Python started anywhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.installed import ROOT, User, build_editable, copy_sources, install
 
-# What the environment shares with that of the tests; read, it would take most of a minute.
+# Packages shared with the environment of the tests; checking them takes most of a minute.
 MYPY = """
 [mypy]
 [mypy-torch.*,transformers.*,peft.*,numpy.*,huggingface_hub.*,safetensors.*,tqdm.*,gguf.*,triton.*]
@@ -28,20 +28,20 @@ hf_spec_kernels.no_such_name
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout."""
+    """Return a copy of the checkout."""
     return copy_sources(tmp_path_factory.mktemp("checkout") / "hf_spec")
 
 
 @pytest.fixture(scope="module")
 def user(source: Path, tmp_path_factory: pytest.TempPathFactory) -> User:
-    """Somebody elsewhere, in whose environment the checkout is installed."""
+    """Return a user elsewhere, in whose environment the checkout is installed."""
     wheel = build_editable(source, tmp_path_factory.mktemp("wheel"))
     programs = install(wheel, tmp_path_factory.mktemp("environment"))
     return User(programs, tmp_path_factory.mktemp("home"), {})
 
 
 def mypy(user: User, code: str) -> list[str]:
-    """What the type checker says."""
+    """Return the output of the type checker."""
     (user.home / "mypy.ini").write_text(MYPY)
     (user.home / "example.py").write_text(code)
     report = (

@@ -1,4 +1,4 @@
-"""Variables that users have set change no test; see `environment`."""
+"""Environment variables of users do not affect the tests; see `environment`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HOSTILE = {
     "TRANSFORMERS_VERBOSITY": "debug",
     "TRITON_INTERPRET": "0",
 }
-# Tests that some of these variables change if nothing is done about them; they take a second.
+# Tests that some of these variables would affect if they were kept; they take a second.
 SENSITIVE = (
     "tests/cli/test_app.py::test_a_wrong_name_is_answered_with_the_near_one",
     "tests/cli/test_failures.py::TestCommandLine::test_the_root_catches",
@@ -66,7 +66,7 @@ def test_sensitive_tests_in_a_hostile_environment(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # None is skipped, either.
+    # No test is skipped.
     assert re.search(rf"^{len(SENSITIVE)} passed", done.stdout, re.M), done.stdout
 
 

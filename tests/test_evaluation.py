@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a model with a stored strategy: the answers of plain decoding."""
+"""lm-evaluation-harness on a model with a stored strategy gets the output of plain decoding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_its_criterion_ends_a_batch_when_every_row_has_said_it(name: str, strate
     given = {**batch, "max_new_tokens": NEW_TOKENS, "do_sample": False}
     model = tiny_models.build(name)
     text = model.generate(**given)[:, batch["input_ids"].shape[1] :]
-    # Letters that every row says sooner or later, in words of its own.
+    # Letters that occur in every row, in different words.
     common = sorted(set.intersection(*(set(tokenizer.decode(row)) for row in text)))
     lengths = set()
     for stop in (common[:1], common[1:2], common[2:4]):
@@ -72,7 +72,8 @@ def test_answers_are_those_of_plain_decoding(strategy: str, batch_size: int) -> 
     batch = tiny_models.prompts("llama", "ragged")
     text = plain.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
     rows = [tiny_models.tokenizer().decode(row) for row in text[:, batch["input_ids"].shape[1] :]]
-    # A letter that rows say early and late: one that stops for the first cuts the others short.
+    # A letter that occurs early in some rows and late in others: stopping all rows at the first
+    # occurrence would cut the others short.
     until = [max(set.intersection(*map(set, rows)), key=lambda c: max(r.index(c) for r in rows))]
     stored = copy.deepcopy(plain)
     stored.generation_config.spec_strategy = strategy

@@ -1,10 +1,10 @@
-"""Greedy speculative decoding gives the tokens of plain `generate()`: the matrix.
+"""Greedy speculative decoding yields the tokens of plain `generate()`, in a matrix of tests.
 
-Every architecture meets every strategy, on one sequence and on a ragged batch with left padding;
-every way to change or to end the output meets every strategy on six architectures that cover the
-packed path, sliding windows, attention sinks, and both kinds of the rectangular path; and each
-remaining architecture meets one such way per strategy, in rotation. The default tests take a few
-architectures of the first of these, and nothing of the last.
+Every architecture runs with every strategy, on one sequence and on a ragged batch with left
+padding. Every option that changes or ends the output runs with every strategy on six architectures,
+which cover the packed path, sliding windows, attention sinks, and both kinds of the rectangular
+path. Each remaining architecture runs with one option per strategy, in rotation. The default tier
+has a few architectures of the first group, and none of the last.
 
 A draft that is never accepted proves nothing, so each test also counts accepted tokens.
 """
@@ -28,7 +28,7 @@ from tests import tiny_models
 from tests.identity import assert_identical
 from tests.tiny_models import ARCHITECTURES, MATRIX, PUBLISHED
 
-# Without drafts nothing can be accepted; tests/methods/test_none.py has that case.
+# Without drafts no token can be accepted; tests/methods/test_none.py tests that strategy.
 STRATEGIES = tuple(name for name in MATRIX if name != "none")
 
 NEW_TOKENS = 16
@@ -41,7 +41,7 @@ OTHERS = [name for name in ARCHITECTURES if name not in REPRESENTATIVES]
 
 
 class EndOnRepeat(StoppingCriteria):
-    """Ends a row when the newest token stands twice more among the `reach` tokens before it."""
+    """Criterion that ends a row if the `reach` tokens before its newest have that token twice."""
 
     reach = 10
 
@@ -63,17 +63,17 @@ def no_repeat_ngram(name: str, kind: str) -> dict[str, Any]:
 
 
 def min_new_tokens(name: str, kind: str) -> dict[str, Any]:
-    """Some tokens that the model wants early end a row, but not before the ninth."""
+    """Use tokens that the model generates early as EOS, but not before the ninth token."""
     early = free_tokens(name, kind)[:, 2:5].flatten().tolist()
     return {"min_new_tokens": 9, "eos_token_id": sorted(set(early))}
 
 
 def stop_string(name: str, kind: str) -> dict[str, Any]:
-    """A string that begins inside one token of row 0 and ends inside the next but one."""
+    """Use a stop string that starts inside a token of row 0 and ends inside the second after it."""
     tokenizer = tiny_models.tokenizer()
     text = tokenizer.decode(free_tokens(name, kind)[0, 4:7].tolist())
     strings = [text[1:-1], "never said"]
-    # A row that ends is padded because there is an end of sequence, if one nobody says.
+    # The EOS token enables padding of ended rows; it is never generated.
     return {"stop_strings": strings, "tokenizer": tokenizer, "eos_token_id": [UNSAID]}
 
 
@@ -83,7 +83,7 @@ def custom_criterion(name: str, kind: str) -> dict[str, Any]:
 
 
 def no_padding(name: str, kind: str) -> dict[str, Any]:
-    """Without an end of sequence no row is padded: all go on until each has met a rule."""
+    """Use no EOS token, so that no row is padded: all run until each has met a criterion."""
     return {"stopping_criteria": StoppingCriteriaList([EndOnRepeat()])}
 
 
@@ -99,7 +99,7 @@ OPTIONS: tuple[Callable[[str, str], dict[str, Any]], ...] = (
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    """Products this small only lose time to a second thread."""
+    """Use one thread; a second one only slows such small matmuls."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -119,13 +119,13 @@ def plain(name: str, kind: str, option: Callable[[str, str], dict[str, Any]] = n
 
 @cache
 def ended(name: str, kind: str, eos: int) -> list[list[int]]:
-    """What plain generate() says when a token ends it."""
+    """Return the output of plain generate() with `eos` as EOS token."""
     given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": eos}
     return tiny_models.build(name).generate(**tiny_models.prompts(name, kind), **given).tolist()
 
 
 def free_tokens(name: str, kind: str) -> Tensor:
-    """(B, NEW_TOKENS) what plain generate() says when nothing holds it back."""
+    """Return (B, NEW_TOKENS) tokens of plain generate() without options."""
     return plain(name, kind)[:, -NEW_TOKENS:]
 
 
@@ -146,7 +146,7 @@ def check_call(
     return output
 
 
-# A random drafter cannot be had to do this everywhere; the other kind of batch stands in.
+# Cases in which no accepted token of the random drafter can be an EOS token.
 NO_ACCEPTED_END = {
     ("gemma3", "falcon", "one"),
     ("gemma3", "falcon", "ragged"),
@@ -174,7 +174,7 @@ SMOKE_STRATEGIES = ("lookup", "falcon")
 
 
 def on_all_architectures(strategy: str) -> list[Any]:
-    """Of published drafters, which only differ in who drafts, most run in the slow tier."""
+    """Return one case per architecture; strategies that differ only in the drafter are slow."""
     marks = [pytest.mark.slow] if strategy in PUBLISHED else []
     marks += [pytest.mark.smoke] if strategy in SMOKE_STRATEGIES else []
     return [pytest.param(name, strategy, marks=marks) for name in ARCHITECTURES]
@@ -207,7 +207,7 @@ def test_every_architecture_and_strategy(name: str, strategy: str) -> None:
 def test_prompts_that_run_before_their_drafts(
     name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As prompts of hundreds of tokens do, in parts, and in blocks that share a mask."""
+    """Small limits split short prompts into chunks and mask blocks, as for long prompts."""
     if not tiny_models.is_served(name, strategy):
         return
     for module in (attention_span, runner):
@@ -233,7 +233,7 @@ def test_every_option(option: Callable[..., Any], strategy: str) -> None:
         for name in REPRESENTATIVES
         if tiny_models.is_served(name, strategy)
     }
-    # Lookup repeats what was said, which not every random model does.
+    # Lookup drafts repetitions, which not every random model generates.
     needed = 2 if strategy == "lookup" else len(accepted)
     assert sum(count > 0 for count in accepted.values()) >= needed, accepted
 
@@ -263,7 +263,7 @@ def test_drafters_that_others_publish(strategy: str) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.__name__)
 def test_an_option_changes_the_output(option: Callable[..., Any]) -> None:
-    """Otherwise the tests above would compare plain decoding with itself."""
+    """An option without effect would make the tests above compare the same output twice."""
     changed = [
         name
         for name in REPRESENTATIVES
@@ -281,9 +281,9 @@ def test_min_new_tokens_holds_the_end_back(name: str) -> None:
 
 
 def ended_inside_a_block(row: RowStats, generated: int) -> bool:
-    """Whether the last token of a row was a draft token.
+    """Return True if the last token of a row was a draft token.
 
-    A round gives its accepted tokens and the bonus token; only the last one may lack the bonus.
+    A round adds its accepted tokens and the bonus token; only the last round may lack the bonus.
     """
     return generated == row.accepted_tokens + row.target_forwards - 1
 

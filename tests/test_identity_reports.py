@@ -1,4 +1,4 @@
-"""Failures of identity tests explain themselves; see `identity`."""
+"""Reports of failed identity tests; see `identity`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plain(model: Any, call: dict[str, Any]) -> Any:
 
 
 def changed(sequences: Tensor, row: int, new_token: int, token: int | None = None) -> Tensor:
-    """A copy with another token in one place, and nonsense after it."""
+    """Return a copy with another token at one position, and wrong tokens after it."""
     wrong = sequences.clone()
     place = sequences.shape[1] - NEW_TOKENS + new_token
     wrong[row, place:] = (wrong[row, place:] + 1) % VOCAB
@@ -93,7 +93,7 @@ def test_a_wrong_token_is_reported_with_all_that_reproduces_it() -> None:
 
 
 def logits_in(text: str) -> dict[int, float]:
-    """Token -> logit, the two of a report."""
+    """Return the two tokens of a report with their logits."""
     [line] = [line for line in text.splitlines() if line.startswith("two largest logits")]
     pairs = re.findall(r"(\d+)(?: '\w+')?: (-?[\d.e-]+)", line)
     assert len(pairs) == 2
@@ -102,7 +102,7 @@ def logits_in(text: str) -> dict[int, float]:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon_alibi"])
 def test_the_second_row_of_a_padded_batch_is_named(name: str) -> None:
-    """Its padding is neither shown nor seen by the target, whatever its positions are."""
+    """Padding is neither shown nor passed to the target, for any kind of positions."""
     model = tiny_models.build(name)
     call = call_of(name, "ragged")
     expected = plain(model, call)
@@ -120,7 +120,7 @@ def test_the_second_row_of_a_padded_batch_is_named(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def twins() -> PreTrainedModel:
-    """A bfloat16 model in which every token below 48 has a twin with the same logit."""
+    """Return a bfloat16 model in which every token below 48 has a twin with the same logit."""
     model = copy.deepcopy(tiny_models.build("llama")).to(torch.bfloat16)
     head: Any = model.get_output_embeddings()
     weight = head.weight.detach().clone()

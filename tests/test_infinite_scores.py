@@ -1,7 +1,7 @@
-"""Scores of which there is no softmax: infinite ones, NaN, -inf for every token.
+"""Scores without a softmax: infinite ones, NaN, -inf for every token.
 
-Plain greedy decoding takes what `argmax` takes of them, and plain sampling raises an error. Drafts
-are made of the same processors' scores and must get over them too, whatever the draft model says.
+Plain greedy decoding takes their `argmax`, and plain sampling raises an error. Drafting applies the
+same processors and must handle such scores too, for any predictions of the draft model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = ("one", "ragged")
 
 
 class Now(LogitsProcessor):
-    """Puts a value over the scores of some tokens, in every third step."""
+    """Processor that sets the scores of some tokens to a value, in every third step."""
 
     def __init__(self, value: float, tokens: list[int]):
         self.value = value
@@ -39,12 +39,12 @@ class Now(LogitsProcessor):
 
 
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    # Of transformers, which drafts heed as well.
+    # Processors of transformers, which drafting applies as well.
     "infinite bias": lambda: {"sequence_bias": {(5,): INF, (9,): INF}},
     "bias of no number": lambda: {"sequence_bias": {(5,): NAN}},
     "nothing allowed": lambda: {"suppress_tokens": EVERY_TOKEN},
     "infinities of both signs": lambda: {"sequence_bias": {(5,): INF, (7,): -INF}},
-    # The end of sequence has a score of inf, and is forbidden for some steps more.
+    # The EOS token has a score of inf, and is forbidden for some more steps.
     "decay of what is forbidden": lambda: {
         "min_new_tokens": 14,
         "eos_token_id": 96,
@@ -60,7 +60,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "exponential_decay_length_penalty": (2, 1e30),
         "eos_token_id": [5, 96],
     },
-    # Of a user.
+    # User-defined processors.
     "own, infinite": lambda: {"logits_processor": [Now(INF, [5, 9])]},
     "own, no number": lambda: {"logits_processor": [Now(NAN, [5, 9])]},
     "own, nothing allowed": lambda: {"logits_processor": [Now(-INF, EVERY_TOKEN)]},
@@ -95,7 +95,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(strategy: str, option: str) -
 
 @pytest.mark.parametrize("strategy", ["draft", "tree", "gsd"])
 def test_a_draft_model_whose_scores_are_no_numbers(strategy: str) -> None:
-    """The target's own scores stay finite, so that plain sampling goes on."""
+    """The target's scores stay finite, so plain sampling raises no error."""
     model = tiny_models.build("llama")
     broken = hf_spec.truncated_draft(model, 1)
     call = {**tiny_models.prompts("llama", "ragged"), "max_new_tokens": 9}

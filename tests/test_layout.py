@@ -1,4 +1,4 @@
-"""The layout that CONTRIBUTING promises: rooms in one order, no circles, mirrored tests."""
+"""Layout described in CONTRIBUTING: ordered subpackages (rooms), no cycles, mirrored tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Top floor first: a room imports from itself and from those after it.
+# Top floor first: a room may import from itself and from those after it.
 ROOMS = (
     "cli",
     "evaluation",
@@ -25,7 +25,7 @@ ROOMS = (
     "backend",
     "common",
 )
-# What users import, above every room.
+# Modules that users import, above every room.
 FRONT = ("hf_spec", "hf_spec.__main__", "hf_spec.public")
 LARGEST_SHARE = 0.15
 
@@ -41,7 +41,7 @@ STUDIES = sorted((ROOT / "examples" / "studies").rglob("*.py"))
 
 
 def floor(module: str) -> int:
-    """Counted from the top; what lies in no room is below them all."""
+    """Return the floor of a module, counted from the top; modules without a room are lowest."""
     if module in FRONT:
         return -1
     room = module.split(".")[1]
@@ -49,7 +49,7 @@ def floor(module: str) -> int:
 
 
 def imported(path: Path) -> set[str]:
-    """Every module that a file imports, also inside its functions."""
+    """Return every module that a file imports, also inside its functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -65,7 +65,7 @@ def imported(path: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def imports() -> dict[str, set[str]]:
-    """By module the names that it imports."""
+    """Return the names that each module imports."""
     return {name: imported(path) for name, path in PATHS.items()}
 
 
@@ -98,7 +98,7 @@ def test_nothing_installed_imports_examples_or_tests(imports: dict[str, set[str]
 
 
 def room_of(module: str) -> str:
-    """Folders of `engine/` and `methods/` count by themselves."""
+    """Return the room of a module; folders of `engine/` and `methods/` count as rooms."""
     parts = module.split(".")
     inner = len(parts) > 2 and parts[1] in {"engine", "methods"}
     return ".".join(parts[1 : 3 if inner else 2])
@@ -128,7 +128,7 @@ def defines(path: Path) -> bool:
 
 
 def test_every_module_has_its_test_file() -> None:
-    """hf_spec/a/b.py -> tests/a/test_b.py, studies likewise."""
+    """hf_spec/a/b.py is tested by tests/a/test_b.py; studies follow the same rule."""
     paths = [PATHS[name].relative_to(ROOT / "hf_spec") for name in MODULES]
     paths += [path.relative_to(ROOT / "examples") for path in STUDIES]
     mirrored = [ROOT / "tests" / path.with_name(f"test_{path.name}") for path in paths]
@@ -136,7 +136,7 @@ def test_every_module_has_its_test_file() -> None:
 
 
 def test_kernels_is_no_package() -> None:
-    """Hugging Face's own package is called `kernels`."""
+    """Hugging Face has a package called `kernels`."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 

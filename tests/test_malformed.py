@@ -1,7 +1,7 @@
-"""Three hundred calls made of odd parts: a documented error or plain generate()'s own, never else.
+"""300 random malformed calls: each raises a documented error or behaves like plain `generate()`.
 
-No call may end in another error than plain `generate()` raises for the same settings, unless it is
-a `SpecError`; a `SpecError` comes before any forward pass; and an output must be the plain output.
+A call may raise only a `SpecError`, before any forward pass, or the error that plain `generate()`
+raises for the same settings. An output must equal the plain output.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hf_spec.common.compat import CACHE_NAME
 from tests.model_watch import count_forwards, snapshot
 from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
 
-# What a mistake of ours would look like.
+# Errors that indicate a bug in hf_spec.
 INTERNAL = (IndexError, KeyError, AttributeError, RuntimeError, AssertionError)
 
 PROMPT = repetitive_prompt()
 BATCH = ragged_batch()
 
-# Called to make the value, so that nothing is shared between examples.
+# (name, function that makes the value), so that examples share nothing.
 Part = tuple[str, Any]
 
 
@@ -135,7 +135,7 @@ ASSISTANTS = st.sampled_from(
     ]
 )
 
-# Most calls have a strategy in order, or no other part of a call would ever be looked at.
+# Most calls have a valid strategy; otherwise their other arguments would not be checked.
 WORKING: list[tuple[Any, Any]] = [
     ("lookup", lambda: None),
     (LookupConfig(max_matches=4), lambda: None),
@@ -253,7 +253,7 @@ EXTRAS = st.sampled_from(
 
 
 def outcome(call: dict[str, Any]) -> Any:
-    """The sequences, or the error."""
+    """Return the sequences, or the error."""
     model = build("llama")
     try:
         result = model.generate(**call)
@@ -278,7 +278,7 @@ def test_malformed_calls(
     prompt: dict[str, Any], strategy: tuple[Any, Any], extras: list[Part]
 ) -> None:
     def make() -> dict[str, Any]:
-        # With one token to choose from, sampling is certain and can be compared.
+        # With one token to choose from, sampling is deterministic and can be compared.
         odd = {name: value() for name, value in extras}
         return {"max_new_tokens": 6, "top_k": 1, **prompt, **odd}
 

@@ -1,4 +1,4 @@
-"""What setup.cfg says is what lies on disk, and archive and wheel are whole, light and run."""
+"""setup.cfg matches the files; archive and wheel are complete, lightweight and working."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_setup_cfg() -> configparser.ConfigParser:
 
 
 def packages_under(folder: Path) -> set[str]:
-    """Dotted names of a package and its sub-packages: every folder with a module in it."""
+    """Return the dotted names of a package and its subpackages: every folder with a module."""
     modules = (path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
     return {".".join(path.parent.relative_to(folder.parent).parts) for path in modules}
 
@@ -46,7 +46,7 @@ def test_pyproject_leaves_the_package_to_setup_cfg() -> None:
 
 
 def files_on_disk() -> set[str]:
-    """Every file of the packages, as an import would find it."""
+    """Return every file of the packages, as an import would find it."""
     found = set()
     for root in PACKAGES:
         folder = ROOT / root
@@ -101,7 +101,7 @@ found = model.generate(prompt, **options, spec_strategy="lookup")
 assert found.tolist() == model.generate(prompt, **options).tolist()
 """
 
-# Processor time, on which other work of the machine has little say, and both in one process.
+# CPU time, which other load hardly affects; both imports run in one process.
 IMPORT = """
 import sys, time
 start = time.process_time()
@@ -123,7 +123,7 @@ class TestInstalled:
         user.python(RUN)
 
     def test_importing_is_silent_and_cheap(self, user: User) -> None:
-        """Less than 1.5 times what transformers' generation module takes by itself."""
+        """Importing both takes less than 1.5x the time of transformers' generation module alone."""
         ratios = []
         for _ in range(3):
             done = user.run("python", "-c", IMPORT)

@@ -1,4 +1,4 @@
-"""Files that other programs read (workflows, templates, the image): what they name exists."""
+"""Names in files that other programs read (workflows, templates, the image) exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def steps(jobs: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def supported_pythons() -> list[str]:
-    """As setup.cfg classifies them."""
+    """Return the Python versions in the classifiers of setup.cfg."""
     classifiers = read_setup_cfg()["metadata"]["classifiers"]
     return re.findall(r"Python :: (3\.\d+)", classifiers)
 
@@ -61,7 +61,7 @@ class TestContinuousIntegration:
         named += re.findall(r"hashFiles\('([^']+)'\)", models["key"])
         assert len(named) == 3
         assert [name for name in named if not (ROOT / name).is_file()] == []
-        # Where hf_spec.common.small_models puts the converted models unless told otherwise.
+        # Default cache of the converted models in hf_spec.common.small_models.
         assert models["path"] == "~/.cache/hf_spec"
 
 
@@ -97,9 +97,9 @@ class TestRelease:
         assert all(re.fullmatch(r"[\w-]+==\S+ --hash=sha256:[0-9a-f]{64}", ln) for ln in lines)
 
     def test_the_wheel_is_tried_where_nothing_is_built(self) -> None:
-        """What is published does not pass through the job that runs its dependencies."""
+        """Published files do not pass through the job that runs their dependencies."""
         [tried] = [step["run"] for step in self.JOBS["try"]["steps"] if "run" in step]
-        # Not the checkout's own package.
+        # The wheel is installed, not the package of the checkout.
         assert "dist/*.whl" in tried
         assert 'cd "$RUNNER_TEMP" && fresh/bin/hf-spec demo' in tried
         makers = [
@@ -141,7 +141,7 @@ class TestNightly:
         install, _, suite = (step["run"] for step in steps(self.JOBS) if "run" in step)
         tested = re.search(r"-e (\S+)", (ROOT / ".ci/run").read_text())
         assert tested is not None
-        # What .ci/run installs, without its constraints.
+        # The installation of .ci/run, without its constraints.
         assert install == f"pip install --pre -U -e {tested[1]}"
         assert (ROOT / ".ci/run").read_text().count(f"\n{suite}\n") == 1
 

@@ -1,4 +1,4 @@
-"""What the package exports: the same names everywhere, and enabled by the import alone."""
+"""Exports of the package: the same names everywhere, and enabled by the import alone."""
 
 from __future__ import annotations
 

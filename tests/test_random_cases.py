@@ -1,4 +1,4 @@
-"""Random calls of `generate()` give the tokens of plain `generate()`; see `random_cases`."""
+"""Random calls of `generate()` yield the tokens of plain `generate()`; see `random_cases`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(numbers: range, **changes: Any) -> None:
 
 
 def check_in_two_threads(numbers: range) -> None:
-    """Each case beside its neighbour on the same model, one of them plain in every third pair."""
+    """Check pairs of concurrent calls on one model; in every third pair one call is plain."""
     wrong: list[str] = []
     for number in numbers:
         first = draw(number)

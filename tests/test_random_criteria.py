@@ -1,4 +1,4 @@
-"""Random calls with stopping criteria of every kind: all is as in plain `generate()`.
+"""Random calls with stopping criteria of every kind match plain `generate()`.
 
 See `tests.criteria.compare` for what is compared.
 """
@@ -21,7 +21,7 @@ FEW, MANY = 12, 300
 
 
 def random_prompts(draw: random.Random, name: str) -> list[Tensor]:
-    """Ragged prompts: parts of a text in which drafts are accepted, and others."""
+    """Return ragged prompts: parts of a text in which drafts are accepted, and random patterns."""
     settled = tiny_models.settled_prompt(name)[0]
     rows = []
     for _ in range(draw.choice([1, 2, 3, 3, 5])):
@@ -40,7 +40,7 @@ def likely_tokens(draw: random.Random, said: Tensor, count: int) -> list[int]:
 
 
 def random_criterion(draw: random.Random, said: Tensor) -> criteria.Recording:
-    """One that probably ends something before `said` (B, T), plain output without it, is over."""
+    """Return a criterion that probably shortens `said`, the (B, T) plain output without it."""
     steps = draw.randrange(1, said.shape[1] + 2)
     few = likely_tokens(draw, said, draw.randrange(1, 4))
     return draw.choice(
@@ -60,7 +60,7 @@ def random_criterion(draw: random.Random, said: Tensor) -> criteria.Recording:
 
 
 def random_options(draw: random.Random, said: Tensor) -> dict[str, Any]:
-    """Other rules beside the criteria, and what is wanted of the output."""
+    """Return options in addition to the criteria: EOS, stop strings, a penalty, outputs."""
     options: dict[str, Any] = {"max_new_tokens": said.shape[1], "do_sample": False}
     if draw.random() < 0.5:
         options["eos_token_id"] = likely_tokens(draw, said, draw.randrange(1, 3))
@@ -89,7 +89,7 @@ def check_generate(draw: random.Random, name: str, strategy: str) -> None:
 
 
 def check_batch(draw: random.Random, name: str, strategy: str) -> None:
-    """Each sequence is a batch of one with criteria that remember it alone."""
+    """Check that each sequence is a batch of one with its own copies of the criteria."""
     model = tiny_models.build(name)
     prompts = [prompt.tolist() for prompt in random_prompts(draw, name)]
     length = draw.randrange(4, 20)

@@ -1,7 +1,7 @@
-"""Architectures that cannot decode draft trees are refused by name, before the first forward.
+"""Architectures that cannot decode draft trees raise an error before the first forward pass.
 
 Each was found by decoding a tiny random model of every causal architecture of transformers 5.23:
-without the refusal its output differs from plain `generate()`.
+without the error its output differs from plain `generate()`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls that share a model: in other threads, and from inside a generation.
 
-Everything is compared bit for bit with what the same call gives alone. Where two calls have to
-overlap, processors that wait for each other make them, so nothing depends on luck.
+Outputs are compared bit for bit with those of the same call alone. Where two calls must overlap,
+their processors wait for each other, so the tests are deterministic.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from tests import tiny_models
 from tests.model_watch import snapshot
 from tests.tiers import FEW_STRATEGIES
 
-# Packed path, soft caps, sinks, windows, and both kinds of ALiBi, one of which is a module's own.
+# Packed path, soft caps, sinks, windows, and both kinds of ALiBi: a method of Bloom's decoder and a
+# function of Falcon's module.
 MODELS = ("bloom", "falcon_alibi", "gemma2", "gemma3", "gpt2", "gpt_oss", "llama", "nemotron")
 STRATEGIES = ("lookup", "draft", "tree", "falcon", "sdsat", "auto")
 NEW_TOKENS = 12
-# Deadlock in a test should fail it, not hang it.
+# Timeout in seconds, so that a deadlock fails a test instead of hanging it.
 PATIENCE = 60.0
 
 
 class At(LogitsProcessor):
-    """Does something once, when a sequence has grown by `step` tokens; changes no score.
+    """Processor that runs an action once, when a sequence has `length` tokens; keeps all scores.
 
-    It reads the prefix, so it is asked where the engine asks processors of a user's own.
+    It reads the prefix, so the engine calls it like a user's own processor.
     """
 
     def __init__(self, length: int, action: Callable[[], None]):
@@ -79,7 +80,7 @@ def served(strategy: str) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("where", ["same thread", "another thread"])
 def test_a_forward_in_the_middle_of_a_generation_is_plain(name: str, where: str) -> None:
-    """A processor that asks the same model gets what it would get alone, to the last bit."""
+    """A processor that calls the same model gets bit-identical logits to a call alone."""
     model, prompt = tiny_models.build(name), prompt_of(name)
     mask = torch.ones_like(prompt)
     expected = model(prompt, attention_mask=mask).logits
@@ -117,7 +118,7 @@ def test_a_speculative_generation_inside_a_speculative_one(strategy: str) -> Non
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_to_begin_is_the_first_to_end(name: str) -> None:
-    """The order that leaves a model switched if each call puts back what it has found."""
+    """In this order a model would stay changed if each call restored the state it found."""
     model, alone = tiny_models.build(name), generate(name, None)
     before = snapshot(model)
     second_runs, first_ended = threading.Event(), threading.Event()
@@ -146,10 +147,10 @@ def test_the_first_to_begin_is_the_first_to_end(name: str) -> None:
 @pytest.mark.by_default(strategy=("tree",))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_mixture_of_calls_is_exact(strategy: str) -> None:
-    """Two threads, one model, plain and speculative calls in turn and no order between them."""
+    """Two threads alternate plain and speculative calls on one model, in any order."""
     for name in served(strategy):
         model, alone = tiny_models.build(name), generate(name, None)
-        # The first call of hidden states installs hooks of transformers' own, which stay.
+        # The first call with hidden states installs permanent hooks of transformers.
         assert torch.equal(generate(name, strategy), alone)
         before = snapshot(model)
         barrier = threading.Barrier(2)
@@ -169,7 +170,7 @@ def test_any_mixture_of_calls_is_exact(strategy: str) -> None:
 
 @pytest.mark.parametrize("name", ["falcon_alibi", "gpt_oss", "llama"])
 def test_batches_of_two_threads_share_a_model(name: str) -> None:
-    """Continuous batching beside itself, and beside plain calls."""
+    """Continuous batches run concurrently with each other and with plain calls."""
     model = tiny_models.build(name)
     prompts = [prompt_of(name)[0, :length].tolist() for length in (9, 21, 4, 30)]
     alone = [
@@ -241,7 +242,7 @@ def test_an_exception_in_one_thread_does_not_reach_the_other() -> None:
 
 
 def test_packed_weights_serve_only_who_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain call beside a speculative one computes its products as it would alone."""
+    """A plain call during a speculative one computes its matmuls as it would alone."""
     model = _wide_model()
     prompt = torch.randint(3, 90, (1, 9))
     expected = model(prompt).logits
@@ -259,7 +260,7 @@ def test_packed_weights_serve_only_who_asked_for_them(monkeypatch: pytest.Monkey
 
 
 def _wide_model() -> PreTrainedModel:
-    """Wide enough for its weights to be packed."""
+    """Return a model that is wide enough for its weights to be packed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test run by default."""
+"""Selection of the cases of a parametrized test that run by default."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tiers import runs_by_default
 
 
 def case(*markers: dict[str, Any], **parameters: Any) -> Any:
-    """A collected test with these parameters and `by_default` markers."""
+    """Return a collected test with these parameters and `by_default` markers."""
     marks = [pytest.mark.by_default(**selected).mark for selected in markers]
     return SimpleNamespace(
         nodeid="test_one[case]",

@@ -1,4 +1,4 @@
-"""A small model of linear layers, and what it gives with fast products and without."""
+"""Small model of linear layers, and its outputs with and without packed weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 256
 
 @contextmanager
 def nothing_packed() -> Iterator[None]:
-    """Before and after the block nothing is packed, and nothing timed after it."""
+    """Clear packed weights before and after the block, and their cached timings after it."""
     set_cpu_packing("auto")
     clear_cpu_packing()
     yield
@@ -29,7 +29,7 @@ def nothing_packed() -> Iterator[None]:
 
 
 class Tied(nn.Module):
-    """The shape of a language model: embedding, two linears, a head tied to the embedding."""
+    """Minimal language model: embedding, two linear layers, a head tied to the embedding."""
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Tied(nn.Module):
 
 
 def assert_same(output: Tensor, expected: Tensor) -> None:
-    """Equal up to rounding of values of size 50 that went through three products."""
+    """Check equality up to rounding, for values of size 50 after three matmuls."""
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-4)
 
 

@@ -1,9 +1,9 @@
-"""Two tiers of tests: the default one answers in minutes, the full one has every case.
+"""Two tiers of tests: the default one takes minutes, the full one has every case.
 
 `@pytest.mark.full` moves a test to the full tier. `@pytest.mark.by_default(name=("llama",))` moves
-those cases of a parametrized test there whose parameter `name` has another value. Values that are
-not strings are given by their `id` or `__name__`, as in the test's id, or a function selects them.
-A case runs by default if all `by_default` markers and all their arguments select it.
+all cases of a parametrized test there whose parameter `name` has another value. Other objects than
+strings are selected by their `id` or `__name__`, as in the test's id, or by a function. A case runs
+by default if all `by_default` markers and all their arguments select it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FEW_STRATEGIES = ("lookup", "tree", "falcon", "sdsat")
 
 
 def runs_by_default(item: pytest.Item) -> bool:
-    """Return False for a case that no `by_default` marker selects, and where another tool runs.
+    """Return True for a case that all `by_default` markers select, unless it runs another tool.
 
     Raises:
         pytest.UsageError: if a marker names a parameter that the test lacks.

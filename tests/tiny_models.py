@@ -36,7 +36,7 @@ from hf_spec.methods.sdsat.gated_lora import new_lora
 
 VOCAB = 97
 WINDOW = 8
-# Where the models and prompts are, for example "cuda" to run a file of tests on a GPU.
+# Device of the models and prompts, for example "cuda" to run a file of tests on a GPU.
 DEVICE = torch.device(os.environ.get("HF_SPEC_TEST_DEVICE", "cpu"))
 
 LLAMA_LIKE = {
@@ -154,7 +154,7 @@ def _configs() -> dict[str, PreTrainedConfig]:
             head_dim=8,
             intermediate_size_mlp=64,
             attention_chunk_size=2 * WINDOW,
-            # The second layer has no rotary positions, and scales its queries by the place.
+            # The second layer has no rotary positions, and scales its queries by position.
             no_rope_layers=[1, 0, 1],
             floor_scale=4,
             attn_scale=0.5,
@@ -206,12 +206,12 @@ def _configs() -> dict[str, PreTrainedConfig]:
 ARCHITECTURES = sorted(_configs())
 
 
-# What functions that are `shared` have made.
+# Models made by functions that are `shared`.
 SHARED: list[PreTrainedModel] = []
 
 
 def shared(make: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
-    """Make each model once for all tests of a process, which leave it as it is."""
+    """Cache each model for all tests of a process, which must leave it unchanged."""
 
     @cache
     @wraps(make)
@@ -224,7 +224,7 @@ def shared(make: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedMode
 
 @shared
 def build(name: str, seed: int = 0) -> PreTrainedModel:
-    """A random model of the named architecture, made once per session; do not change it."""
+    """Return a random model of the named architecture, cached per session; do not change it."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(_configs()[name]).eval()
     with torch.no_grad():
@@ -238,7 +238,7 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def repetitive_prompt(length: int = 21, period: int = 7, seed: int = 1) -> torch.Tensor:
-    """(1, length) int64 prompt in which lookup finds matches."""
+    """Return a (1, length) int64 prompt in which lookup finds matches."""
     generator = torch.Generator().manual_seed(seed)
     pattern = torch.randint(3, VOCAB, (1, period), generator=generator)
     return pattern.repeat(1, length // period + 1)[:, :length].to(DEVICE)
@@ -246,16 +246,16 @@ def repetitive_prompt(length: int = 21, period: int = 7, seed: int = 1) -> torch
 
 @cache
 def settled_prompt(name: str, length: int = 36) -> Tensor:
-    """(1, 21 + length) int64: the repetitive prompt and what the model says to it.
+    """Return the repetitive prompt and its continuation by the model, (1, 21 + length) int64.
 
-    Random models fall into loops after a while, so that lookup has something to find.
+    Random models fall into loops after a while, in which lookup finds matches.
     """
     model = build(name)
     return model.generate(repetitive_prompt(), max_new_tokens=length, do_sample=False)
 
 
 def prompts(name: str, kind: str) -> dict[str, Tensor]:
-    """The inputs of one test: `one` sequence or a `ragged` batch of five, padded on the left."""
+    """Return the inputs of a test: `one` sequence or a left-padded `ragged` batch of five."""
     settled = settled_prompt(name)
     if kind == "one":
         return {"input_ids": settled}
@@ -265,7 +265,7 @@ def prompts(name: str, kind: str) -> dict[str, Tensor]:
     return left_padded(rows)
 
 
-# A machine on which drafts are nearly free.
+# Timings of a machine on which drafts are nearly free.
 TIMINGS = {"verify": [[1, 1.0], [64, 1.1]], "draft": {"tree": [[1, 0.001]]}}
 
 
@@ -298,7 +298,7 @@ def _sdsat(name: str) -> dict[str, Any]:
 def _eagle(name: str) -> dict[str, Any]:
     from tests.published_heads import sample
 
-    # Two of three tokens are proposed, so that a head of random weights is right now and then.
+    # Two thirds of the vocabulary are drafted, so that a random head is sometimes right.
     config = hf_spec.EagleConfig(width=64, max_draft_tokens=1, max_nodes=64)
     return {"spec_strategy": config, "assistant": sample("every token").folder}
 
@@ -323,7 +323,7 @@ def _auto(name: str) -> dict[str, Any]:
     return {"spec_strategy": config, "assistant": draft_model(name)}
 
 
-# One row a strategy: by the name of a model, what makes `generate()` of it use the strategy.
+# Strategy -> function from a model's name to the arguments of `generate()`.
 _ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "none": lambda name: {"spec_strategy": "none"},
     "lookup": lambda name: {"spec_strategy": "lookup"},
@@ -342,8 +342,8 @@ _ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "auto": _auto,
 }
 STRATEGIES = tuple(_ROWS)
-# Strategies that only differ from others in who drafts, and models that they are tried on here; the
-# large tests of the engine go without them.
+# Strategies that differ from others only in the drafter, with the models that they are tested on.
+# The large tests of the engine skip them.
 PUBLISHED = {
     "eagle": ("gemma3", "llama", "bloom", "gpt_oss"),
     "block": ("gemma3", "llama", "bloom", "gpt_oss"),
@@ -356,18 +356,18 @@ MATRIX = tuple(name for name in STRATEGIES if name not in PUBLISHED)
 
 
 def speculation(name: str, strategy: str) -> dict[str, Any]:
-    """Keyword arguments that make `generate()` of the named model use a strategy."""
+    """Return keyword arguments that make `generate()` of the named model use a strategy."""
     return _ROWS[strategy](name)
 
 
 def wide_beam() -> dict[str, Any]:
-    """Options of a tree for drafters of random weights, which are right where they name all."""
+    """Return options of a tree with every token, so that a random drafter is always right."""
     return {"tree": "dynamic", "width": VOCAB, "max_draft_tokens": 1, "max_nodes": VOCAB}
 
 
 @cache
 def wide_tree() -> list[tuple[int, ...]]:
-    """Rank paths for heads of random weights: every first token and some paths over two passes."""
+    """Return rank paths for random heads: every first token and some paths over two passes."""
     first = [(rank,) for rank in range(VOCAB)]
     second = [(rank, below) for rank in range(0, VOCAB, 8) for below in range(8)]
     third = [(*path, rank) for path in second if path[1] == 0 for rank in range(2)]
@@ -375,20 +375,20 @@ def wide_tree() -> list[tuple[int, ...]]:
 
 
 def every_token() -> list[tuple[int, ...]]:
-    """Rank paths for heads of random weights that list each place once: every first token."""
+    """Return rank paths for random heads with one ranking per level: every first token."""
     return [*((rank,) for rank in range(VOCAB)), (0, 0), (0, 1), (1, 0)]
 
 
 @cache
 def sdsat_adapter(name: str) -> SpecAdapter:
-    """Random adaptive tokens with a gated LoRA for the named model."""
+    """Return random adaptive tokens with a gated LoRA for the named model."""
     return random_adaptive_tokens(build(name))
 
 
 def random_adaptive_tokens(
     model: PreTrainedModel, mode: str = "gated", diverse: bool = False, window: int = 5
 ) -> SpecAdapter:
-    """An SDSAT adapter whose LoRA, if its mode has one, changes a lot."""
+    """Return an SDSAT adapter whose LoRA, if its mode has one, changes the output a lot."""
     torch.manual_seed(3)
     embedding: Any = model.get_input_embeddings()
     vectors = torch.randn(window if diverse else 1, embedding.weight.shape[1]) * 0.3
@@ -401,13 +401,13 @@ def random_adaptive_tokens(
 
 @cache
 def draft_model(name: str, num_layers: int = 2) -> PreTrainedModel:
-    """The first layers of the named model, made once per session."""
+    """Return the first layers of the named model, cached per session."""
     return hf_spec.truncated_draft(build(name), num_layers)
 
 
 @cache
 def pard_model(name: str) -> PreTrainedModel:
-    """The same as a model that drafts after mask tokens."""
+    """Return the first layers of the named model as a model that drafts after mask tokens."""
     model = hf_spec.truncated_draft(build(name), 2)
     model.config.get_text_config().pard_token = VOCAB - 1
     return model
@@ -415,7 +415,7 @@ def pard_model(name: str) -> PreTrainedModel:
 
 @cache
 def padded(model: PreTrainedModel, rows: int) -> PreTrainedModel:
-    """A copy of a model with an embedding of `rows` rows, more or fewer than it has."""
+    """Return a copy of a model with an embedding of `rows` rows, more or fewer than it has."""
     model = copy.deepcopy(model)
     torch.manual_seed(5)
     model.resize_token_embeddings(rows, mean_resizing=False)
@@ -424,7 +424,7 @@ def padded(model: PreTrainedModel, rows: int) -> PreTrainedModel:
 
 @cache
 def disco_adapter(name: str) -> str:
-    """Folder of an untrained DISCO classifier for the named model and its first two layers."""
+    """Return the folder of an untrained DISCO classifier for a model and its first two layers."""
     folder = tempfile.mkdtemp(prefix="disco_adapter_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     save_disco_adapter(folder, build(name))
@@ -432,13 +432,13 @@ def disco_adapter(name: str) -> str:
 
 
 def save_disco_adapter(folder: Any, model: PreTrainedModel, **options: Any) -> None:
-    """Write a random DISCO classifier that sometimes goes on and sometimes stops."""
+    """Write a random DISCO classifier that sometimes continues and sometimes stops."""
     torch.manual_seed(11)
     classifier = DiscoClassifier()
     with torch.no_grad():
         for parameter in classifier.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
-    # Its opinions of the random models lie closely around this threshold.
+    # Its predictions for the random models are close to this threshold.
     options = {"threshold": 0.42, "max_draft_tokens": 5, "draft": {"truncated": 2}, **options}
     save_adapter(folder, classifier.to_adapter(BaseModel.of(model), **options))
 
@@ -448,9 +448,9 @@ SYLLABLES = Regex("abcdef|[bcdfghjklmnpqrstvwxz][aeiou]")
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One two-letter word per token, written without spaces between them."""
+    """Return a tokenizer with one two-letter word per token and no spaces between them."""
     words = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
-    # Transformers' stop strings are tried out after the word "abcdef".
+    # transformers tests stop strings after the word "abcdef".
     vocab = {word: index for index, word in enumerate(["<pad>", *words[: VOCAB - 2], "abcdef"])}
     backend = Tokenizer(WordLevel(vocab, unk_token="<pad>"))
     backend.decoder = decoders.Fuse()
@@ -458,7 +458,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def speller() -> PreTrainedTokenizerFast:
-    """A tokenizer of one's own that also reads these words and pads on the left."""
+    """Return a copy of the tokenizer that also encodes text and pads on the left."""
     made = copy.deepcopy(tokenizer())
     made.backend_tokenizer.pre_tokenizer = Split(SYLLABLES, "removed", invert=True)
     made.padding_side = "left"
@@ -466,7 +466,7 @@ def speller() -> PreTrainedTokenizerFast:
 
 
 def ragged_batch(lengths: tuple[int, ...] = (12, 9, 5, 11, 3), seed: int = 2) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` of prompts of the given lengths, padded on the left."""
+    """Return `input_ids` and `attention_mask` of prompts of these lengths, padded on the left."""
     generator = torch.Generator().manual_seed(seed)
     patterns = [torch.randint(3, VOCAB, (3,), generator=generator) for _ in lengths]
     rows = zip(patterns, lengths, strict=True)
@@ -474,7 +474,7 @@ def ragged_batch(lengths: tuple[int, ...] = (12, 9, 5, 11, 3), seed: int = 2) ->
 
 
 def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` of prompts given one by one."""
+    """Return `input_ids` and `attention_mask` of the given prompts, padded on the left."""
     width = max(len(row) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long, device=DEVICE)
     mask = torch.zeros_like(input_ids)
@@ -485,7 +485,10 @@ def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
 
 
 def is_served(name: str, strategy: str) -> bool:
-    """Falcon heads run on models with the attention interface alone; see also `PUBLISHED`."""
+    """Return True if the tests run a strategy on the named model.
+
+    Falcon heads require the attention interface; see also `PUBLISHED`.
+    """
     if strategy in PUBLISHED:
         return name in PUBLISHED[strategy]
     return strategy != "falcon" or takes_packed(build(name))

@@ -1,4 +1,4 @@
-"""A mistake to plant in the code, for `tests/mutants.py`."""
+"""Mistake to plant in the code, for `tests/mutants.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake, and the tests of which at least one must fail.
+    """Mistake, with tests of which at least one must fail.
 
     Attributes:
         name: the mistake in one sentence.
