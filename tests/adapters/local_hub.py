@@ -1,8 +1,8 @@
-"""A Hugging Face Hub of one's own on loopback: repositories, branches, commits, downloads.
+"""A fake Hugging Face Hub on loopback: repositories, branches, commits, downloads.
 
-It speaks as much of the HTTP API as huggingface_hub uses to make a repository, to send a commit
-with small files inside and large ones beside (LFS), and to fetch a snapshot. `LocalHub.requests`
-has what was asked of it.
+It implements the part of the HTTP API that huggingface_hub uses to create a repository, to upload
+a commit (small files inline, large files through LFS), and to download a snapshot.
+`LocalHub.requests` records the requests.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-# Files that do not go into a commit themselves.
+# Suffixes of files that are stored through LFS.
 LARGE = (".safetensors",)
 
 
 @dataclass
 class Repository:
-    """Commits, each with all files; branches are names of commits."""
+    """Repository of commits with all their files; a branch points to a commit."""
 
     private: bool
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class Repository:
 
 
 class LocalHub:
-    """The server's state.
+    """State of the server.
 
     Attributes:
-        token: that writing and private repositories ask for.
-        repositories: by "owner/name".
+        token: required for writing and for private repositories.
+        repositories: "owner/name" -> repository.
         requests: "METHOD path", in order.
     """
 
@@ -140,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = {"url": f"{self.hub.url}/{name}", "name": name}
         if name in self.hub.repositories:
             return 409, {"error": "You already created this model repo", **url}, {}
-        # Which of the two depends on the client's version.
+        # The field depends on the version of the client.
         private = bool(asked.get("private")) or asked.get("visibility") == "private"
         repository = Repository(private)
         repository.commit("main", {".gitattributes": b""})
@@ -174,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         objects = []
         for item in json.loads(body)["objects"]:
             upload = {"href": f"{self.hub.url}/lfs/{item['oid']}", "header": {}}
-            # Nothing is to be done for what is there already.
+            # Stored objects need no upload.
             there = item["oid"] in self.hub.large
             objects.append(item if there else {**item, "actions": {"upload": upload}})
         answer = {"transfer": "basic", "objects": objects}
@@ -249,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def closed_port() -> str:
-    """The address of a Hub that is not there: a port of loopback that refuses connections."""
+    """Return the URL of a loopback port that refuses connections, as of a Hub that is down."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     return f"http://127.0.0.1:{port}"
@@ -257,7 +257,7 @@ def closed_port() -> str:
 
 @contextmanager
 def local_hub(token: str = "hf_local") -> Iterator[LocalHub]:
-    """A hub that listens while the body runs."""
+    """Run a hub for the duration of the context."""
     hub = LocalHub(token)
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

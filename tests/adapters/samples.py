@@ -1,4 +1,4 @@
-"""One adapter of each method for a tiny model, with weights that are worth a look."""
+"""One adapter of each method for a tiny model, with nontrivial weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 
 @cache
 def sample(method: str) -> SpecAdapter:
-    """An adapter for the tiny Llama, made once per session; do not change it."""
+    """Return an adapter for the tiny Llama, cached per session; do not modify it."""
     model = fresh_model()
     if method == "falcon":
         return random_head("llama").to_adapter({"tree": [[0], [1], [0, 0]], "max_depth": 4})
@@ -38,23 +38,23 @@ def sample(method: str) -> SpecAdapter:
 
 
 def save_sample(folder: Path, method: str) -> Path:
-    """Write the adapter of a method; returns the folder."""
+    """Save the adapter of a method and return the folder."""
     save_adapter(folder, sample(method))
     return folder
 
 
 def fresh_model(name: str = "llama", seed: int = 0) -> PreTrainedModel:
-    """A tiny model of one's own."""
+    """Return a tiny model that the caller may modify."""
     return copy.deepcopy(build(name, seed))
 
 
 def plain(model: Any) -> torch.Tensor:
-    """What the model says to the prompt by itself."""
+    """Return the output of plain `generate()` for the prompt."""
     return model.generate(input_ids=PROMPT, **GREEDY)
 
 
 def drafted(model: Any, method: str, **arguments: Any) -> torch.Tensor:
-    """The same with the strategy of a method, which must have drafted."""
+    """Return the output with the strategy of a method, and check that it drafted."""
     output = model.generate(
         input_ids=PROMPT,
         **GREEDY,

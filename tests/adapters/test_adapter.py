@@ -1,4 +1,4 @@
-"""What an adapter is: its method's record, and the base model that it knows again."""
+"""Adapters: the record of their method, and the check of their base model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests import tiny_models
 from tests.adapters.samples import fresh_model, sample
 from tests.tiny_models import repetitive_prompt
 
-# All that a new method needs.
+# The complete code of a new method.
 THROWAWAY = """
 from hf_spec.adapters.adapter import AdapterMethod, register_method
 
@@ -85,7 +85,7 @@ class TestMethods:
     def test_a_new_one_needs_a_module_with_its_record(
         self, tmp_path: Path, throwaway: ModuleType
     ) -> None:
-        """It is saved, loaded, built, given a card, and found on a model."""
+        """Such an adapter can be saved, loaded, built, given a card, and found on a model."""
         model: Any = fresh_model()
         values = torch.arange(4.0)
         new = SpecAdapter("throwaway", BaseModel.of(model), {"held_back": {"tau": 1.5}}, {})
@@ -131,18 +131,18 @@ class TestBase:
             base.check(copy.deepcopy(model).to(dtype))
 
     def test_its_own_model_with_an_embedding_of_8_bits(self) -> None:
-        """As GGUF files store it: whole numbers up to 127 times a scale for every 32 weights."""
+        """Embeddings as in GGUF files: 8-bit integers with a scale for every 32 weights."""
         model = tiny_models.build("llama", seed=3)
         weight = model.get_input_embeddings().weight
         with torch.no_grad():
-            # In trained embeddings a few weights are much larger than the rest of their block.
+            # In trained embeddings, a few weights are much larger than the rest of their block.
             weight[:, 3] = 6 * weight.std()
         base = BaseModel.of(model)
         stored = copy.deepcopy(model)
         table = stored.get_input_embeddings().weight
         scale = table.detach().reshape(-1, 32).abs().amax(dim=1, keepdim=True) / 127
         with torch.no_grad():
-            # Half a step is the most that rounding can change.
+            # Rounding changes a weight by at most half a step.
             table += (0.5 * scale).expand(-1, 32).reshape(table.shape)
         base.check(stored)
 
@@ -233,8 +233,8 @@ def test_what_is_no_hub_id(name: str) -> None:
 def test_the_base_of_an_adapter_is_found_by_its_name_without_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the Hub's cache, as PEFT looks for it."""
-    # Without it transformers asks the Hub for an adapter, and again and again where none answers.
+    """The base is found in the Hub's cache, as in PEFT."""
+    # Online, transformers would request an adapter from the Hub and retry without a connection.
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     repository = tmp_path / "models--org--tiny"
     fresh_model().save_pretrained(folder(repository / "snapshots/0a1b"))

@@ -1,4 +1,4 @@
-"""Model cards: metadata the Hub reads, numbers that were measured, and no card is lost."""
+"""Model cards: metadata for the Hub, measured figures, and protection of existing cards."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tests.adapters.cards import card_metrics
 from tests.adapters.samples import METHODS, fresh_model, sample, save_sample
 
 EXAMPLES = Path(__file__).parents[2] / "examples/adapters"
-# The others are heads in the layout of those that others publish.
+# The other folders hold heads in the layout of third-party published heads.
 ADAPTERS = sorted(file.parent for file in EXAMPLES.glob("*/adapter_config.json"))
-# Hub id and license by how the names of the shipped adapters begin.
+# Prefix of the names of shipped adapters -> Hub id and license of their base.
 BASES = {
     "smollm2-135m": (SMOLLM2.hub_id, "apache-2.0"),
     "gemma-3-270m": (GEMMA3.hub_id, "gemma"),
     "qwen2.5-coder-0.5b": ("Qwen/Qwen2.5-Coder-0.5B-Instruct", "apache-2.0"),
 }
-# Where the prompts of an adapter come from, if they are in no data set of the Hub.
+# Adapter -> source of its prompts, if they are not from a dataset on the Hub.
 PROMPTS = {"qwen2.5-coder-0.5b-sdsat": "signatures and docstrings of functions of CPython's"}
 
 
 def base_of(folder: Path) -> tuple[str, str]:
-    """Hub id and license of a shipped adapter's base."""
+    """Return the Hub id and license of the base of a shipped adapter."""
     return next(base for begin, base in BASES.items() if folder.name.startswith(begin))
 
 
@@ -79,7 +79,7 @@ def test_metadata_and_usage(tmp_path: Path, method: str) -> None:
 def test_the_examples_of_a_card_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """In the folder that has the adapter's, with a base that is a folder too."""
+    """They run in the parent folder of the adapter, with a base in a local folder."""
     base = tmp_path / "base"
     fresh_model().save_pretrained(base)
     tiny_models.tokenizer().save_pretrained(base)
@@ -88,7 +88,7 @@ def test_the_examples_of_a_card_run(
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     card = ModelCard.load(write_card(load_adapter("mine"), base_model=str(base)))
-    # The Hub would not take a folder for a model's id.
+    # The Hub does not accept a folder as a model id.
     assert card.data.base_model is None
     names: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", card.text, re.S):
@@ -113,7 +113,7 @@ def test_numbers_of_the_adapter(tmp_path: Path) -> None:
 
 
 def test_metrics_are_the_figures_of_the_adapter_alone(tmp_path: Path) -> None:
-    """Not its settings, nor the rules that it was compared with."""
+    """Settings and the figures of rules it was compared with are left out."""
     disco = sample("disco")
     options = {
         **disco.options,
@@ -183,7 +183,7 @@ def test_a_card_is_not_replaced_unasked(tmp_path: Path) -> None:
 
 
 def test_a_written_card_is_replaced_and_what_it_states_stays(tmp_path: Path) -> None:
-    """Until someone deletes the line that says so."""
+    """A card without the line that marks it as generated is not replaced."""
     folder = tmp_path / "head"
     save_with_card(folder, sample("falcon"))
     write_card(
@@ -220,7 +220,7 @@ def test_the_shipped_adapters_name_their_base_by_its_hub_id(folder: Path) -> Non
 
 @pytest.mark.parametrize("folder", ADAPTERS, ids=lambda path: path.name)
 def test_terms_of_their_own_travel_with_the_shipped_adapters(folder: Path) -> None:
-    """Gemma's want a notice and a copy of themselves beside everything trained on it."""
+    """The Gemma terms require a notice and a copy of the terms with every derived model."""
     _, license_name = base_of(folder)
     terms = folder / "LICENSE"
     assert terms.exists() == (license_name == "gemma")
@@ -231,7 +231,7 @@ def test_terms_of_their_own_travel_with_the_shipped_adapters(folder: Path) -> No
 
 
 def as_generated(adapter: SpecAdapter, folder: Path) -> Path:
-    """A copy of an adapter without its card."""
+    """Save a copy of an adapter without its card and return its folder."""
     adapter.save_pretrained(folder / "copy")
     return folder / "copy"
 
@@ -255,5 +255,5 @@ def test_the_shipped_cards_have_what_the_hub_reads(folder: Path, tmp_path: Path)
     assert install_command() in (folder / "README.md").read_text()
     method = adapter.method
     assert "speculative-decoding" in data["tags"]
-    # Of draft models some cards were written by hand.
+    # Some cards of draft models are written by hand.
     assert {method, f"{method}-model"} & set(data["tags"])

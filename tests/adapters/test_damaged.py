@@ -1,7 +1,7 @@
-"""Some two hundred damaged adapters: refused with the documented error, and nothing is left behind.
+"""About 200 damaged adapters raise the documented error and leave no side effects.
 
-Every one starts as a whole adapter in a folder; a damage changes its files, and `SpecAdapter`, a
-call of `generate`, `model.load_adapter` and `PeftModel.from_pretrained` meet what is left.
+Each starts as an intact adapter in a folder. A damage changes its files, which are then passed to
+`SpecAdapter`, `generate`, `model.load_adapter` and `PeftModel.from_pretrained`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tests.adapters.samples import METHODS, PROMPT, fresh_model, plain, sample, 
 from tests.model_watch import count_forwards, snapshot
 
 Damage = Callable[[Path], None]
-# By what is put at one place of a config.
+# Name -> damage, for instance one per value of a config field.
 Damages = dict[str, Damage]
 
 NAN, INF = float("nan"), float("inf")
-# Values of wrong types and sizes, for any place in a config.
+# Values of wrong types and sizes, for any field of a config.
 ODD: list[Any] = [None, "", "x", -1, 0, 2.5, 10**9, 10**30, NAN, INF, True, [], {}, [[[]]]]
 
 
 class Trap:
-    """Leaves a trace when it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, path: str):
         self.path = path
@@ -47,7 +47,7 @@ class Trap:
 
 
 def edit(change: Callable[[dict[str, Any]], Any]) -> Damage:
-    """Change the config as JSON."""
+    """Return a damage that changes the parsed config."""
 
     def damage(folder: Path) -> None:
         path = folder / CONFIG_NAME
@@ -59,7 +59,7 @@ def edit(change: Callable[[dict[str, Any]], Any]) -> Damage:
 
 
 def put(value: Any, *path: str) -> Damage:
-    """Set a place of the config to a value."""
+    """Return a damage that sets a config field to a value."""
 
     def change(config: dict[str, Any]) -> None:
         for key in path[:-1]:
@@ -70,12 +70,12 @@ def put(value: Any, *path: str) -> Damage:
 
 
 def each(values: Iterable[Any], *path: str) -> Damages:
-    """Set a place of the config to each value."""
+    """Return damages that set a config field to each of the values."""
     return {f"{value!r:.9}": put(value, *path) for value in values}
 
 
 def drop(*path: str) -> Damage:
-    """Leave a place of the config out."""
+    """Return a damage that removes a config field."""
 
     def change(config: dict[str, Any]) -> None:
         for key in path[:-1]:
@@ -86,12 +86,12 @@ def drop(*path: str) -> Damage:
 
 
 def write(name: str, content: bytes) -> Damage:
-    """Replace a file."""
+    """Return a damage that replaces the content of a file."""
     return lambda folder: (folder / name).write_bytes(content) and None
 
 
 def cut(name: str, keep: float) -> Damage:
-    """Keep the first part of a file."""
+    """Return a damage that keeps only the first `keep` (0 to 1) of a file."""
 
     def damage(folder: Path) -> None:
         content = (folder / name).read_bytes()
@@ -101,7 +101,7 @@ def cut(name: str, keep: float) -> Damage:
 
 
 def link(name: str, target: str) -> Damage:
-    """Replace a file by a link."""
+    """Return a damage that replaces a file with a link."""
 
     def damage(folder: Path) -> None:
         (folder / name).unlink()
@@ -111,7 +111,7 @@ def link(name: str, target: str) -> Damage:
 
 
 def moved_out(name: str) -> Damage:
-    """A link to the very file, which lies outside."""
+    """Return a damage that moves a file out of the folder and links to it."""
 
     def damage(folder: Path) -> None:
         outside = folder.parent / f"outside_{name}"
@@ -122,7 +122,7 @@ def moved_out(name: str) -> Damage:
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
-    """Change the weights."""
+    """Return a damage that changes the tensors."""
 
     def damage(folder: Path) -> None:
         found = load_file(folder / WEIGHTS_NAME)
@@ -133,7 +133,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
 
 
 def one(change: Callable[[torch.Tensor], torch.Tensor], place: int) -> Damage:
-    """Change one weight, the `place`-th of those in floats."""
+    """Return a damage that changes one floating-point tensor, by its index `place`."""
 
     def damage(found: dict[str, torch.Tensor]) -> None:
         names = sorted(name for name, tensor in found.items() if tensor.is_floating_point())
@@ -144,12 +144,12 @@ def one(change: Callable[[torch.Tensor], torch.Tensor], place: int) -> Damage:
 
 
 def header(size: int, content: bytes = b"{}") -> bytes:
-    """A safetensors file whose header says it has `size` bytes."""
+    """Return a safetensors file with a declared header size of `size` bytes."""
     return struct.pack("<Q", size) + content
 
 
 def pickled(name: str) -> Damage:
-    """The weights as a pickle that runs code, instead of the right file or under its name."""
+    """Return a damage that replaces the weights with a pickle that runs code, saved as `name`."""
 
     def damage(folder: Path) -> None:
         (folder / WEIGHTS_NAME).unlink()
@@ -159,7 +159,7 @@ def pickled(name: str) -> Damage:
 
 
 def fifo(name: str) -> Damage:
-    """A pipe that nobody writes to, on which a reader would wait for ever."""
+    """Return a damage that replaces a file with a pipe that blocks every reader."""
 
     def damage(folder: Path) -> None:
         (folder / name).unlink()
@@ -169,7 +169,7 @@ def fifo(name: str) -> Damage:
 
 
 def folder_for(name: str) -> Damage:
-    """A folder in place of a file."""
+    """Return a damage that replaces a file with a folder."""
 
     def damage(folder: Path) -> None:
         (folder / name).unlink()
@@ -179,7 +179,7 @@ def folder_for(name: str) -> Damage:
 
 
 def noise(seed: int) -> Damage:
-    """A stretch of the weights' header in random bytes."""
+    """Return a damage that overwrites part of the weights' header with random bytes."""
 
     def damage(folder: Path) -> None:
         drawn = random.Random(seed)
@@ -192,8 +192,8 @@ def noise(seed: int) -> Damage:
     return damage
 
 
-# Damages that any adapter may have. The config says what it is: with one that cannot be read as
-# such, PEFT and transformers do not know that the adapter is one of ours, and raise what they do.
+# Damages for any adapter that make its config unreadable. PEFT and transformers then cannot detect
+# that the adapter is one of ours, and raise their own errors.
 UNREADABLE: dict[str, Damage] = {
     "no config": lambda folder: (folder / CONFIG_NAME).unlink(),
     "config cut": cut(CONFIG_NAME, 0.5),
@@ -280,7 +280,7 @@ COMMON: dict[str, Damage | Damages] = {
 
 
 def odd_options(path: tuple[str, ...], allowed: tuple[Any, ...] = ()) -> dict[str, Damages]:
-    """Every odd value at a place of the options, but for those that can be used there."""
+    """Return damages that set an option to each odd value except the allowed ones."""
     odd = [
         value
         for value in ODD
@@ -352,7 +352,7 @@ OWN: dict[str, dict[str, Damage | Damages]] = {
     },
 }
 
-# What only drafting looks at, so that loading lets it pass.
+# Damages in options that are only checked when drafting, not when loading.
 DRAFTING: dict[str, dict[str, Damage | Damages]] = {
     "disco": {
         **odd_options(("threshold",), (0, 1)),
@@ -376,9 +376,9 @@ DRAFTING: dict[str, dict[str, Damage | Damages]] = {
 
 
 def cases(*tables: dict[str, dict[str, Damage | Damages]], common: Any = ()) -> list[Any]:
-    """Parameters of a test: the damages of each method, the common ones dealt out in turn.
+    """Return test parameters: damages of each method, and common ones spread over the methods.
 
-    All values of one place are a case.
+    All values of one field form one case.
     """
     found = [(METHODS[place % 4], *item) for place, item in enumerate(dict(common).items())]
     for table in tables:
@@ -400,7 +400,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def untouched(model: PreTrainedModel, tmp_path: Path) -> Iterator[None]:
-    """The model is the same after the test, no forward has run, and nothing was executed."""
+    """Check that the test changed no model, ran no forward pass and executed no code."""
     before, gradients = snapshot(model), [p.requires_grad for p in model.parameters()]
     modules = [name for name, _ in model.named_modules()]
     with count_forwards(model) as forwards:
@@ -415,7 +415,7 @@ def untouched(model: PreTrainedModel, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be read here may have a name that is looked for on the Hub, again and again."""
+    """Prevent repeated Hub requests for names that cannot be read locally."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 

@@ -1,4 +1,4 @@
-"""Adapter folders: what comes back is what was saved, and whatever is wrong is named."""
+"""Adapter folders: saving and loading, and error messages that name the problem."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def layer() -> SpecLayer:
     [
         ("a", ["a"]),
         (["b", "a"], ["b", "a"]),
-        # Names of other adapters, for instance of a LoRA, say nothing here.
+        # Names of other adapters, such as a LoRA, are ignored.
         ("lora", ["b"]),
         (["lora", "a"], ["a"]),
         ([], []),

@@ -1,4 +1,4 @@
-"""Adapters on a Hub that runs on loopback: pushed, fetched by revision and token, used."""
+"""Adapters on a loopback Hub: pushing, downloading by revision and token, use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKEN = "hf_local"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    """What HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_DISABLE_XET say when they are set at the start."""
+    """Run a Hub; set constants as HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_DISABLE_XET would."""
     with local_hub(TOKEN) as server:
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
@@ -74,7 +74,7 @@ class TestPush:
         }
         assert set(files) == {".gitattributes", *names}
         assert all(files[name] == (folder / name).read_bytes() for name in names)
-        # The weights went another way than the small files.
+        # The weights are uploaded through LFS, unlike the small files.
         assert list(hub.large.values()) == [files[WEIGHTS_NAME]]
         assert not repository.private
 
@@ -217,7 +217,7 @@ class TestFetch:
 
 @pytest.mark.full
 def test_with_nothing_but_the_environment(tmp_path: Path) -> None:
-    """A fresh process, told where the Hub is by HF_ENDPOINT, that has not imported hf_spec."""
+    """HF_ENDPOINT is enough in a new process that has not imported hf_spec."""
     build("llama").save_pretrained(tmp_path / "model")
     code = f"""
 import sys, torch

@@ -1,4 +1,4 @@
-"""Published pickles: converted at the user's command, tensors alone, nothing executed."""
+"""Conversion of published pickles: only on request, only tensors, no code execution."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.published_heads import plain_config, sample
 
 
 class Planted:
-    """Writes a file when it is unpickled by anything that executes."""
+    """Object that creates a file when an unsafe unpickler loads it."""
 
     def __init__(self, path: Path):
         self.path = path

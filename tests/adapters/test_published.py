@@ -1,4 +1,4 @@
-"""Published drafters: the family by the config alone, and files that are damaged."""
+"""Published drafters: detection of the family, and damaged files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_config_decides(family: str | None, config: dict[str, Any]) -> None:
 
 
 def head(folder: Path, **files: Any) -> Path:
-    """A folder with a config, and tensors by the name of their file."""
+    """Write a config and the tensors of each named file, and return the folder."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(plain_config()))
     for name, tensors in files.items():
@@ -75,7 +75,7 @@ class TestRead:
     def test_whole_models_are_none(self, tmp_path: Path) -> None:
         build("llama").save_pretrained(tmp_path / "model")
         assert read_published(tmp_path / "model") is None
-        # One layer, but nothing that joins a token with a feature.
+        # A single layer, but no layer that combines a token with a feature.
         single = head(tmp_path / "one", model={"lm_head.weight": torch.ones(2, 2)})
         (single / "config.json").write_text(json.dumps(NO_DRAFT_VOCABULARY))
         assert published_family(single) is None

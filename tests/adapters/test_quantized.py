@@ -1,4 +1,4 @@
-"""Adapters in 8 and 4 bits: near the original, stable, and refused where damaged."""
+"""Adapters quantized to 8 and 4 bits: accuracy, stability, and errors for damaged ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW = (8, 4)
 
 @pytest.fixture
 def tensors() -> dict[str, Tensor]:
-    """A matrix with a group of zeros, one of three dimensions, and what stays as it is."""
+    """Return a matrix with a group of zeros, a 3D tensor, and tensors that are not quantized."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(6, 64, generator=generator)
     matrix[2] = 0
@@ -42,7 +42,7 @@ def test_numbers_are_off_by_half_a_step_at_most(tensors: dict[str, Tensor], bits
         groups = tensors[name].float().reshape(-1, 64)
         step = groups.abs().amax(dim=1) / (2 ** (bits - 1) - 1)
         error = (found[name].reshape(-1, 64) - groups).abs().amax(dim=1)
-        # Scales are in half precision.
+        # Scales are stored in half precision.
         assert (error <= step * (0.5 + 2.0**-3) + 1e-7).all()
         assert error.sum() > 0
         assert found[name].shape == tensors[name].shape

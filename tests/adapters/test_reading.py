@@ -1,4 +1,4 @@
-"""What the files and options of an adapter may be; `test_damaged.py` has what they may not."""
+"""Valid files and options of an adapter; invalid ones are in `test_damaged.py`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_links_inside_the_folder_and_the_cache_of_the_hub(tmp_path: Path) -> Non
     (snapshot / "out").symlink_to("../../../secret")
     with pytest.raises(AssistantError, match="link out of its folder"):
         regular_file(snapshot, "out")
-    # The folder may be reached by a link itself.
+    # The folder itself may be a link.
     (tmp_path / "link").symlink_to(snapshot)
     assert regular_file(tmp_path / "link", "config").exists()
 

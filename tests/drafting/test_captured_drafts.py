@@ -1,7 +1,7 @@
-"""Drafts whose passes are one CUDA graph, on the pretended GPU: the same drafts, in few launches.
+"""Drafts captured as one CUDA graph, on the fake GPU: the same drafts in few launches.
 
-A replay computes on the inputs of its own round, with all else as it was during the capture: what a
-graph took from the host at that time shows in the drafts of later rounds.
+A replay uses the inputs of its own round and otherwise the state at capture time. Any host value
+baked into a graph therefore shows up in the drafts of later rounds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ pytestmark = pytest.mark.usefixtures("no_stored_graphs")
 DEPTH = 3
 TWO: dict[str, Any] = {"max_draft_tokens": 2, "length_policy": "static"}
 FIXED: dict[str, Any] = {"max_draft_tokens": DEPTH, "length_policy": "static"}
-# Launches and waits of a round, target and verification included.
+# Maximum launches and waits of a round, including target and verification.
 MOST_LAUNCHES, MOST_WAITS = 10, 2
 
 
@@ -70,7 +70,7 @@ EAGLE = EagleConfig(**FIXED, width=3, max_nodes=10)
 GEMMA = GemmaAssistantConfig(**FIXED, tree="dynamic", width=3, max_nodes=10)
 FALCON = FalconConfig(tree=tiny_models.wide_tree(), length_policy="static")
 SOME_ENDS = tuple(range(0, tiny_models.VOCAB, 5))
-# Untrained heads are never right; enough tokens for some replays in the first call.
+# Untrained heads are never right, so these need more tokens for replays in the first call.
 eagle = partial(Case, assistant=eagle_head, new_tokens=12)
 gemma = partial(Case, assistant=gemma_assistant, new_tokens=12)
 CASES = {
@@ -109,12 +109,12 @@ CASES = {
         DRAFT, draft_model, processors=[TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)]
     ),
 }
-# Cases with targets of one size -> the depth of their drafts.
+# Cases whose target passes all have one size -> depth of their drafts.
 FEW_LAUNCHES = {"draft": DEPTH, "tree": DEPTH, "eagle": DEPTH, "falcon": 4, "gemma": DEPTH}
 
 
 def on_host(case: Case) -> Call:
-    """Drafts that grow on the host, level by level."""
+    """Return the call with drafts that grow on the host, level by level."""
     model = tiny_models.build(case.model)
     return decode(case, model, case.drafter(model, case.assistant()))
 
@@ -134,13 +134,13 @@ def test_drafts_are_those_that_grow_on_the_host(name: str, monkeypatch: pytest.M
     check_same(first, plain)
     check_same(again, plain)
     assert again.programs >= first.programs > 0
-    # Some draft was not the first one again.
+    # The drafts are not all the same.
     assert len({tuple(tokens) for tokens, _ in plain.drafts}) > 2
     if name not in FEW_LAUNCHES:
         return
     assert again.captures == 0
     assert max(one.waits for one in again.rounds) <= MOST_WAITS
-    # But the first, after the prompt, and those that are cut at the end.
+    # Skip the first rounds after the prompt, and drafts cut short at the end.
     whole = [one for one in again.rounds[2:] if one.limit >= FEW_LAUNCHES[name]]
     assert len(whole) > 2
     assert max(one.launches for one in whole) <= MOST_LAUNCHES
@@ -150,7 +150,7 @@ def test_drafts_are_those_that_grow_on_the_host(name: str, monkeypatch: pytest.M
 @pytest.mark.full
 @pytest.mark.parametrize("config", [DraftConfig(), TreeConfig()], ids=["draft", "tree"])
 def test_the_default_policy_does_not_wait(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The depth of a draft follows from the rounds before it."""
+    """The draft depth depends only on earlier rounds."""
     case = Case(config, draft_model, level_cost=0.2)
     with Device(case, monkeypatch) as device:
         calls = [device.decode(), device.decode()]
@@ -172,7 +172,7 @@ def test_the_default_policy_does_not_wait(config: Any, monkeypatch: pytest.Monke
 def test_rows_leave_a_draft_at_their_own_depths(
     config: Any, assistant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which of them leave is an input of the graph, how many is part of it."""
+    """The rows that leave are an input of the graph; their number is part of the graph."""
     limits = [{0: 3, 1: 1, 2: 2}, {0: 1, 1: 2, 2: 3}, {0: 2, 1: 3, 2: 1}] * 2
     case = Case(config, assistant, num_rows=3)
 
@@ -200,7 +200,7 @@ def test_rows_leave_a_draft_at_their_own_depths(
 
 
 def run_prompt(target: ModelRunner, drafter: Any, state: GenerationState, token: int = 7) -> None:
-    """Let the target run the prompts, and continue all rows with the same token."""
+    """Run the prompts on the target and continue all rows with the same token."""
     roots = {row: ([state.tokens[row][-1]], [-1]) for row in state.unfinished}
     tree = DraftTree.from_drafts(roots, state.num_rows)
     output = target.forward(tree, state.tokens)
@@ -211,7 +211,7 @@ def run_prompt(target: ModelRunner, drafter: Any, state: GenerationState, token:
 
 
 def back_to_the_root(drafter: Any, state: GenerationState) -> None:
-    """End a round as if it had not been; an assistant stores nothing."""
+    """Undo a round; a Gemma assistant has no state to undo."""
     if isinstance(drafter._runner, ModelRunner):
         drafter._runner.keep([[]] * state.num_rows)
         for row in range(state.num_rows):
@@ -220,21 +220,21 @@ def back_to_the_root(drafter: Any, state: GenerationState) -> None:
 
 @pytest.mark.full
 class TestDraws:
-    """Tokens that are drawn in a graph; many equal rows are many draws."""
+    """Tokens sampled in a graph; each of the many equal rows is one sample."""
 
     ROWS, ROUNDS, CHOICES = 48, 34, 4
-    # Rounds that warm up.
+    # Warm-up rounds.
     WARM = RUNS_BY_STEP + 3
 
-    # All rows continue with this token: the likeliest tokens of the draft model at both levels
-    # overlap then, so that equal numbers for both show.
+    # All rows continue with this token. The draft model's most likely tokens then overlap at both
+    # levels, so reusing the same random numbers for both is detected.
     ROOT = 5
 
     @torch.no_grad()
     def p_value(
         self, monkeypatch: pytest.MonkeyPatch, kind: str = "draft", rounds: int = ROUNDS
     ) -> float:
-        """How likely the joint counts of the first two tokens are, of all replays."""
+        """Return the p-value of the joint counts of the first two tokens over all replays."""
         processors = [TopKLogitsWarper(self.CHOICES)]
         config, assistant, logits = self.KINDS[kind]
         options: dict[str, Any] = {"processors": processors, "sampled": True}
@@ -292,7 +292,7 @@ class TestDraws:
         target = tiny_models.build("llama")
         return gemma_reference.reference(gemma_reference.published(target), target, text, path)
 
-    # Config, what drafts, and its logits after a text and a drafted path.
+    # Config, assistant, and the logits of the assistant after a text and a drafted path.
     KINDS: ClassVar[dict[str, tuple[Any, Any, Any]]] = {
         "draft": (DraftConfig(**TWO), draft_model, model_logits),
         "gemma": (GemmaAssistantConfig(**TWO), gemma_assistant, assistant_logits),
@@ -330,7 +330,7 @@ class TestDraws:
 
 
 class TestKeys:
-    """Which drafts share a graph."""
+    """Keys that decide which drafts share a graph."""
 
     def test_processors(self) -> None:
         def key(*processors: Any) -> Any:
@@ -343,11 +343,11 @@ class TestKeys:
             TopPLogitsWarper(0.5), TopKLogitsWarper(3)
         )
         assert key(TopKLogitsWarper(3)) != key(TemperatureLogitsWarper(3.0))
-        # Graphs would read their tensors where they are in this call.
+        # A graph would keep the addresses of their tensors in this call.
         assert key(SuppressTokensLogitsProcessor([3], "cpu")) is None
         assert key(EtaLogitsWarper(0.1)) is None
         assert key(RowProcessors(2, lambda row, error: None)) is None
-        # A user's is not applied to drafts.
+        # A user's processor is not applied to drafts.
         assert key(lambda ids, scores: scores) == ()
 
     @pytest.mark.full
@@ -364,10 +364,10 @@ class TestKeys:
 
 @pytest.mark.full
 class TestFallback:
-    """Drafts that are not captured grow pass by pass, and are the same."""
+    """Drafts that are not captured grow pass by pass and are identical."""
 
     def test_a_draft_that_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It is found before the capture, once; its steps are captured all the same."""
+        """The wait is detected before the capture; the single steps are still captured."""
         reads = []
 
         def waiting(scores: Tensor) -> Tensor:
@@ -406,7 +406,7 @@ class TestFallback:
 
     @pytest.mark.parametrize("name", ["tree", "gemma"])
     def test_without_memory(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Graphs are freed, and the draft runs again without any."""
+        """Graphs are freed, and the draft is repeated without them."""
         plain, failures = on_host(CASES[name]), []
         with Device(CASES[name], monkeypatch) as device:
             run = cuda_graphs._RunningProgram.run
@@ -435,7 +435,7 @@ class TestFallback:
         check_same(call, plain)
 
     def test_a_drafter_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its passes are graphs, but not together with what the target's device computes."""
+        """Its passes are captured, but not together with work on the target's device."""
         case = CASES["gemma"]
         plain = on_host(case)
         with Device(case, monkeypatch) as device:
@@ -448,7 +448,7 @@ class TestFallback:
 
     @pytest.mark.parametrize("name", ["eagle", "gemma"])
     def test_a_call_that_ends_early(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """An error inside a draft leaves nothing behind."""
+        """An error inside a draft leaves no running program behind."""
 
         def failing(self: Any, *rest: Any) -> list[Tensor]:
             raise ZeroDivisionError

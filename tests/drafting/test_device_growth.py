@@ -1,7 +1,7 @@
-"""Drafts that grow on the device are those that grow on the host.
+"""Drafts grown on the device are identical to drafts grown on the host.
 
-The drafter here reads a table, so that many drafts are quickly made; draft models on a pretended
-GPU are in `tests/backend/device/test_transfer.py`.
+The drafter here reads a table, so many drafts are fast to generate. Draft models on a fake GPU are
+tested in `tests/backend/device/test_transfer.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class OfTable(LevelDrafter):
-    """What follows a token depends on it, on its depth and on its row; all of them are distinct."""
+    """Drafter whose next-token probabilities depend on the token, its depth and its row."""
 
     def __init__(self, shape: TreeShape, table: Tensor, propose_on_device: bool):
         class Config(LevelConfig):
@@ -55,7 +55,7 @@ class OfTable(LevelDrafter):
 
 
 def table(depth: int, seed: int, zeros: bool) -> Tensor:
-    """(depth, rows, SIZE, SIZE) float32; with ties, and maybe tokens that cannot follow."""
+    """Return (depth, rows, SIZE, SIZE) float32 with ties and, if `zeros`, zero probabilities."""
     torch.manual_seed(seed)
     logits = (torch.randn(depth, len(LENGTHS), SIZE, SIZE) * 3).round()
     if zeros:
@@ -121,7 +121,7 @@ def check_growth(seed: int) -> None:
             graph.parents,
             graph.edges,
         )
-        # The same nodes ran, and maybe others in the place of some.
+        # The same nodes ran, apart from padding (-1).
         assert [
             node for node in drafter.expanded_nodes[row] if node >= 0
         ] == watched.expanded_nodes[row]
@@ -129,7 +129,7 @@ def check_growth(seed: int) -> None:
 
 
 def paths_told(drafter: OfTable, row: int) -> list[set[int]]:
-    """Per node of a row that ran, what it was told to see of those before it, and itself."""
+    """Return, per expanded node of a row, the positions visible to it, including its own."""
     told: list[set[int]] = []
     for rows, parents, sees in drafter.seen:
         if row not in rows:
@@ -161,7 +161,7 @@ def test_nodes_see_what_they_descend_from(children: int, expanded: int) -> None:
                 above = parents[above]
             assert told[place] == path
         chosen += any(sees is not None for _, _, sees in drafter.seen)
-    # Who descends from whom is known of chains beforehand, and of trees that are whole.
+    # The ancestry of chains and of complete trees is known in advance.
     assert (chosen > 0) == (children**4 > expanded)
 
 
@@ -191,7 +191,7 @@ def test_what_a_drawn_chain_comes_from() -> None:
 
 
 def test_who_asks_or_reads_watches() -> None:
-    """Then the host looks at every level."""
+    """Both make the host read every level."""
 
     class Asking(LengthPolicy):
         def goes_on(self, newest: Any) -> list[bool]:
@@ -211,10 +211,10 @@ def test_who_asks_or_reads_watches() -> None:
 
 
 def test_reach_is_as_exact_as_on_the_host() -> None:
-    """Products that are one number in float32 are told apart."""
+    """Products that round to the same float32 number are distinguished."""
     torch.manual_seed(0)
     first, second = torch.rand(2, 10_000) / 4 + 0.25
-    # Nearly the same two numbers, the other way round.
+    # The same two numbers, swapped and nudged in opposite directions.
     other = second.nextafter(torch.tensor(1.0)), first.nextafter(torch.tensor(0.0))
     exact = [(x.double() * y.double()) for x, y in ((first, second), other)]
     tied = (first * second == other[0] * other[1]) & (exact[0] < exact[1])
@@ -244,9 +244,9 @@ def test_passes_of_several_levels(size: int, on_device: bool) -> None:
 
 
 def check_passes(seed: int, size: int, on_device: bool) -> None:
-    """Every node has the token that a drafter would give that follows its path by itself.
+    """Check that each node has the token that is predicted from its own path alone.
 
-    A made-up head answers with the number of (tokens that led to the block, level, rank).
+    The fake head predicts a unique number for each (tokens before the block, level, rank).
     """
     numbers: dict[tuple[Token, int, int], int] = {}
     tree = RankTree.of(random_paths(seed))

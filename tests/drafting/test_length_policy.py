@@ -1,4 +1,4 @@
-"""Length policies: how long a row drafts, and what the policy learns."""
+"""Length policies: draft length of a row, and learning from outcomes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def newest_level(reach: float, row: int = 0) -> DraftedToken:
 
 
 def play(made: MeasuredPolicy, *reaches: float, reached: int, row: int = 0) -> None:
-    """A round whose levels had these reaches; the first `reached` of them were right."""
+    """Play a round whose levels have these reaches; the first `reached` of them are accepted."""
     made.limit(row)
     for reach in reaches:
         made.goes_on([newest_level(reach, row)])
@@ -150,7 +150,8 @@ def test_levels_of_a_likelihood_that_come_true_gain_more(reached: int, better: b
 def test_what_was_not_sent_and_not_refuted_tells_nothing() -> None:
     made, told = measured_policy(0.3), measured_policy(0.3)
     for _ in range(20):
-        # One level and the bonus token were right; the third level was not verified.
+        # `made`: a level and the bonus token matched, and the third level was not verified.
+        # `told`: the third level was refuted.
         for each, known in ((made, 2), (told, 3)):
             each.limit(0)
             for reach in (0.9, 0.9, 0.4):

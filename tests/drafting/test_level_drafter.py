@@ -1,6 +1,6 @@
-"""What all drafters that grow level by level share, with one that reads a table.
+"""Shared code of drafters that grow level by level, tested with a drafter that reads a table.
 
-Trees, policies, samples and merges in full are in `test_model_drafter.py`.
+Trees, policies, sampling and merges are tested in full in `methods/draft_model/test_drafter.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_spec.engine.forward.output import ForwardOutput
 from tests.methods.draft_model.test_drafter import start
 from tests.tiny_models import ragged_batch
 
-# Of four places, which stand for tokens 10, 20, 30 and 40: what follows the token before.
+# Next-token probabilities of the four vocabulary entries, and their token ids.
 CHANCES = torch.tensor([0.4, 0.3, 0.2, 0.1])
 TOKENS = torch.tensor([10, 20, 30, 40])
 
@@ -40,7 +40,7 @@ class OfTable(LevelDrafter):
 
 
 def nodes_of(drafter: LevelDrafter, growth: Growth) -> list[tuple[int, int]]:
-    """Row and node of all that is run next."""
+    """Return (row, node) of every node in the next pass."""
     newest = {row: drafter.expanded_nodes[row][-growth.num_nodes(row) :] for row in growth.rows}
     return [(row, node) for row, nodes in newest.items() for node in nodes]
 
@@ -64,13 +64,13 @@ def test_places_become_tokens() -> None:
 def test_a_beam_and_the_likeliest_of_all() -> None:
     config = TreeConfig(children=2, expanded_per_level=2, max_nodes=4)
     tree, drafter = drafted(config, 2)
-    # 0.4, 0.3, 0.16 and 0.12, the first of two equal ones.
+    # Reach 0.4, 0.3, 0.16 and 0.12; of two nodes with 0.12, the first is kept.
     assert [tree.tokens[node] for node in tree.nodes(1)][1:] == [10, 20, 10, 20]
     assert [len(owners) for owners in drafter.asked] == [2, 4]
 
 
 def test_a_tree_of_ranks() -> None:
-    """Its nodes and no others, and only those with children are asked about."""
+    """Exactly its nodes are drafted, and only nodes with children are expanded."""
     paths = [(0,), (2,), (2, 1), (2, 3)]
 
     class Config(LevelConfig):
@@ -85,7 +85,7 @@ def test_a_tree_of_ranks() -> None:
 
 
 class OfBigrams(OfTable):
-    """After 10 comes 20, after that 30, then 40 and 10; at the root 10 is likelier than 20."""
+    """Drafter for the cycle 10, 20, 30, 40, 10; at the root, 10 is likelier than 20."""
 
     heights: list[int]
 
@@ -132,15 +132,15 @@ def grown(
 
 def test_a_leaf_that_a_likely_token_is_merged_into_grows_on() -> None:
     drafter = grown(0, depth=3)
-    # The root, 10, and then 20, which is no child of 10 but the leaf beside it.
+    # The root, then 10, then 20, which is not a child of 10 but its sibling.
     assert [node for row, node in drafter.asked[2] if row == 0] == [2]
     graph = drafter.graphs[0]
     assert graph.tokens[1:] == [10, 20, 30]
     assert graph.edges[1] == [(2, torch.tensor(0.8).item())]
-    # It counts as likely as the way that opened it.
+    # Its reach is that of the path that opened it.
     torch.testing.assert_close(graph.reach[2], 0.7 * 0.8)
     torch.testing.assert_close(graph.reach[3], 0.7 * 0.8 * 0.8)
-    # Without merging 20 is drafted again, below 10.
+    # Without merging, 20 is drafted again as a child of 10.
     assert [node for row, node in grown(None, depth=3).asked[2] if row == 0] == [3]
 
 
@@ -150,12 +150,12 @@ def test_a_policy_judges_a_leaf_by_the_edge_that_opened_it() -> None:
 
 
 def test_paths_over_merge_edges_may_be_deeper_than_what_was_drafted() -> None:
-    # Levels: 10 and 20; then 30 below 20. The edge 10 -> 20 makes it three tokens in a row.
+    # The levels are 10 and 20, then 30 below 20. The edge 10 -> 20 makes a path of three tokens.
     drafter = grown(0, depth=2, min_probability=0.25)
     assert len(drafter.asked) == 2
     assert max(drafter.graphs[0].depth) == 2
     assert drafter.heights[0] == 3
-    # But never deeper than there is room for.
+    # The height never exceeds the available room.
     assert grown(0, depth=2, min_probability=0.25, room=2).heights[0] == 2
 
 

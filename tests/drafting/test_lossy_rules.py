@@ -1,4 +1,4 @@
-"""The two lossy sampling rules: common parts, and each against its definition."""
+"""The two lossy sampling rules: shared code, and each rule against its definition."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TestPathSampling:
     DRAWS = 8_000
 
     def shares(self, tokens: list[int], parents: list[int], probs: list[list[float]]) -> Tensor:
-        """(4,) how often each token comes first."""
+        """Return (4,) frequencies of the first token."""
         rows = self.DRAWS
         prompt = torch.full((rows, 1), 3)
         stop = StopRules([MaxLengthCriteria(20)], rows)
@@ -92,7 +92,7 @@ class TestPathSampling:
 
     def test_a_child_has_a_chance_for_every_path_through_it(self) -> None:
         half = [0.5, 0.3, 0.1, 0.1]
-        # Three leaves below token 0: missed with 0.5 ** 3. The virtual node belongs to no path.
+        # Token 0 has three leaves, all missed with 0.5 ** 3. The virtual node is on no path.
         found = self.shares([3, 0, 0, 1, 2, -1], [-1, 0, 1, 1, 1, 1], [half] * 6)
         missed = 0.5**3
         expected = torch.tensor([1 - missed * 0.5, missed * 0.3, missed * 0.1, missed * 0.1])
@@ -108,7 +108,7 @@ def verdicts(
     eos: int | None = None,
     processors: Sequence[Any] = (),
 ) -> Verdict:
-    """Apply the lossy rule to a tree made by hand, repeated for `rows` rows."""
+    """Apply the lossy rule to a given tree, repeated for `rows` rows."""
     criteria: list[Any] = [MaxLengthCriteria(20)]
     if eos is not None:
         criteria.append(EosTokenCriteria(eos))
@@ -136,7 +136,7 @@ class TestIndependentAcceptance:
     def test_the_longest_path_wins_and_the_first_of_equals(self) -> None:
         torch.manual_seed(0)
         even = [[0.25] * 4] * 6
-        # Draft probabilities below the target's: everything is accepted.
+        # Draft probabilities are below the target's, so everything is accepted.
         longest = verdicts([0, 1, 2, 3, 1, 2], [-1, 0, 0, 2, 3, 1], [0.1] * 6, even, rows=20)
         assert longest.paths == [[2, 3, 4]] * 20
         equal = verdicts([0, 1, 2, 3, 1], [-1, 0, 0, 2, 1], [0.1] * 5, even[:5], rows=20)
@@ -170,7 +170,7 @@ class TestIndependentAcceptance:
         assert verdict.accepted == [[1]]
 
     def test_every_node_is_judged_with_its_own_prefix(self) -> None:
-        # Two branches of one row that must not see each other: 1 may follow 2, but not 1.
+        # Two branches of a row must not see each other: 1 may follow 2, but not 1.
         torch.manual_seed(0)
         even = [[0.25] * 4] * 5
         once = [NoRepeatNGramLogitsProcessor(1)]

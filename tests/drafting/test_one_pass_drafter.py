@@ -1,4 +1,4 @@
-"""What feature heads share: lists by level, and how a draft goes on from them."""
+"""Shared code of feature heads: proposals by level, and drafts grown from them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_lists_follow_rows_and_levels() -> None:
     lists = FixedProposals(logits)
     nobody = torch.zeros(0)
     assert torch.equal(lists.after(nobody, torch.tensor([1, 0])), logits[[1, 0], 0])
-    # Two children of the first node, which is of row 1, and one of the second.
+    # Two children of the first node, which belongs to row 1, and one child of the second.
     assert torch.equal(lists.after(nobody, torch.tensor([0, 0, 1])), logits[[1, 1, 0], 1])
     assert torch.equal(lists.after(nobody, torch.tensor([2, 1])), logits[[0, 1], 2])
 
 
 class Recorder:
-    """A head that notes what it is told and is sure of token 10 + level."""
+    """Head that records its inputs and predicts token 10 + level."""
 
     hidden_layers = (2, 0, 2)
     num_levels = 3
@@ -80,7 +80,7 @@ def test_what_a_head_is_told_and_asked() -> None:
     with drafter.active(state):
         first = drafter.draft(state, {0: 9, 1: 9})
         assert first.tokens == [7, 4]
-        # Of row 0 the two tokens before the root were run; of row 1 they lay in a cache.
+        # The two tokens before the root ran in this pass for row 0; for row 1 they were cached.
         hidden = {layer: torch.arange(4.0)[:, None] + 10 * layer for layer in (0, 2)}
         output = ForwardOutput(torch.empty(0), hidden, {0: [0, 1]}, [2, 3])
         drafter.observe(Verdict(first, [[], []], [30, 31]), output)

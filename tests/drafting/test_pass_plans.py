@@ -1,4 +1,4 @@
-"""What the host knows of the passes of a draft before any has run."""
+"""Draft passes that the host can plan before any of them runs."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def test_constants_of_a_tree_whose_nodes_the_device_chooses(ends: list[int]) -> 
     assert [p.chooses for p in passes] == [False, True, True]
     *before, first, places, second = (tensor.tolist() for tensor in plans.constants(passes))
     assert before == ([ends] if ends else [])
-    # Each node sees itself; the second row leaves before the third pass.
+    # Each node is visible to itself. The second row leaves before the third pass.
     assert (first, places, second) == ([[1], [2]], [0], [[4], [8]])
     assert plans.constants(plans.passes({0: 1}, 3)) == []

@@ -17,7 +17,7 @@ RAGGED = [(0,), (3,), (0, 0), (0, 5), (3, 1), (0, 0, 2), (3, 1, 0), (0, 0, 2, 0)
 
 
 def random_paths(seed: int, num_nodes: int = 25, num_ranks: int = 6) -> list[Path]:
-    """A prefix-closed set with rank gaps and leaves at every depth, in random order."""
+    """Return a shuffled prefix-closed set with rank gaps and leaves at every depth."""
     generator = random.Random(seed)
     paths: list[Path] = []
     while len(paths) < num_nodes:

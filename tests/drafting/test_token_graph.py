@@ -1,4 +1,4 @@
-"""The token graph against a brute-force reading of the merge rule, on random small graphs."""
+"""The token graph against a brute-force version of the merge rule, on small random graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTEXT = [9, 1, 2, 3]
 
 
 def random_graph(seed: int, merge_length: int | None, steps: int = 40) -> tuple[TokenGraph, list]:
-    """Grow a graph over a four-word vocabulary; also returns what was asked of it."""
+    """Grow a graph over four tokens; return it with the arguments and result of each `add`."""
     rng = random.Random(seed)
     graph = TokenGraph(CONTEXT, merge_length)
     asked = []
@@ -27,7 +27,7 @@ def random_graph(seed: int, merge_length: int | None, steps: int = 40) -> tuple[
 
 
 def text_before(graph: TokenGraph, node: int) -> list[int]:
-    """All tokens up to `node`: the context, then the path along parents."""
+    """Return all tokens up to `node`: the context, then the path along parents."""
     return CONTEXT + graph.path(node)
 
 
@@ -73,7 +73,7 @@ def test_the_papers_rule_wherever_it_keeps_the_graph_acyclic(merge_length: int) 
 
 
 def check_papers_rule(seed: int, merge_length: int) -> None:
-    # The paper merges into the first equal run that is not on the candidate's own path.
+    # In the paper, a node merges into the first equal run outside of its own path.
     reference = TokenGraph(CONTEXT, merge_length)
     _, asked = random_graph(seed, merge_length)
     agreed = 0
@@ -144,7 +144,7 @@ def check_acyclic(seed: int) -> None:
 
 
 def all_paths(graph: TokenGraph, max_depth: int) -> dict[tuple[int, ...], float]:
-    """Every path of the graph as tokens -> probability, by plain enumeration."""
+    """Enumerate every path of the graph as tokens -> probability."""
     paths: dict[tuple[int, ...], float] = {}
 
     def walk(node: int, tokens: tuple[int, ...], reach: float) -> None:
@@ -219,7 +219,7 @@ def test_history_reaches_into_the_committed_text() -> None:
     first = graph.add(0, 6, 0.5)
     seventh = graph.add(first, 7, 0.5)
     below_seven = graph.add(seventh, 6, 0.5)
-    # The run (7, 6) exists already under the root, which is on the new node's own path.
+    # The run (7, 6) already exists at the root, but on the new node's own path.
     assert below_seven is not None
 
 
@@ -231,7 +231,7 @@ def test_places_that_were_predicted_at_once() -> None:
     for place, token in enumerate(tree.tokens[1:], start=1):
         above = found.get(tree.parents[place], ((), 1.0))
         found[place] = (*above[0], token), above[1] * tree.probs[place]
-    # Nothing follows the end, token 2, and token 4 has no probability.
+    # Token 2 ends the sequence, so it has no children. Token 4 has probability zero.
     assert dict(found.values()) == pytest.approx(
         {(1,): 0.6, (2,): 0.3, (1, 3): 0.3, (1, 3, 5): 0.27, (1, 3, 6): 0.03}
     )

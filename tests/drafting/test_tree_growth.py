@@ -1,4 +1,4 @@
-"""Nodes of a draft under construction; whole drafts are in `test_level_drafter.py`."""
+"""Nodes of a growing draft; complete drafts are tested in `test_level_drafter.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ END = 9
 
 
 def grown(shape: TreeShape, drawn: bool = False) -> RowGrowth:
-    """A root whose children are the tokens 5, 6, 7 and the end."""
+    """Return a root with the children 5, 6, 7 and END."""
     growth = RowGrowth(TokenGraph([1]), shape, END.__eq__, drawn=drawn)
     assert growth.begin_pass() == [0]
     growth.add_levels([0], NextLists([[[5, 6, 7, END]]], [[[0.4, 0.3, 0.2, 0.1]]]))
@@ -34,7 +34,7 @@ def test_the_likeliest_paths_are_drafted_on_and_not_the_likeliest_tokens() -> No
     growth.add_levels(growth.begin_pass(), NextLists([[[5, 6]]], [[[0.6, 0.4]]]))
     lists = NextLists([[[5, 6]], [[7, 8]]], [[[0.5, 0.45]], [[0.6, 0.1]]])
     growth.add_levels(growth.begin_pass(), lists)
-    # 0.6 * 0.45 is more than 0.4 * 0.6.
+    # 0.6 * 0.45 is larger than 0.4 * 0.6.
     assert list(growth.frontier) == [3, 4]
 
 
@@ -54,7 +54,7 @@ def test_what_ran_for_nothing_has_no_children() -> None:
 def test_unlikely_children() -> None:
     shape = TreeShape(children=4, expanded_per_level=4, min_probability=0.3, min_sibling_ratio=0.5)
     growth = grown(shape)
-    # 0.2 is as much as half of 0.4, but less than 0.3.
+    # 0.2 is half of 0.4, but below 0.3.
     assert growth.last_level == [1, 2, 3, None]
     assert list(growth.frontier) == [1, 2]
 
@@ -91,12 +91,12 @@ WHOLE = TreeShape(
 
 
 def test_two_levels_a_pass() -> None:
-    """Nodes of the second level take their tokens from the list of the node that ran."""
+    """Second-level nodes take their tokens from the list of the node that ran."""
     growth = RowGrowth(TokenGraph([1]), WHOLE, END.__eq__)
     nodes = growth.begin_pass()
     lists = NextLists([[[5, 6], [7, END]]], [[[0.4, 0.3], [0.2, 0.0]]])
     growth.add_levels(nodes, lists)
-    # A whole tree keeps what ends a sequence, and what has no probability.
+    # A whole tree keeps end tokens and tokens with zero probability.
     assert growth.graph.tokens == [1, 5, 6, 7, END, 7]
     assert growth.graph.parents == [-1, 0, 0, 1, 1, 2]
     assert growth.begin_pass() == [4]

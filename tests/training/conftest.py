@@ -1,4 +1,4 @@
-"""A tiny target, its tokenizer, prompts, and the answers it gives."""
+"""A tiny target, its tokenizer, prompts, and its answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_spec.training.responses import (
 )
 from tests.tiny_models import VOCAB, build
 
-# What the tests of other rooms share.
+# Fixtures that tests in other folders import.
 __all__ = ["examples", "model", "path", "prompts", "responses", "tokenizer"]
 
 SETTINGS = ResponseSettings(max_new_tokens=12, max_prompt_tokens=40)
@@ -35,7 +35,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Token 5 is the word w5."""
+    """Return a word-level tokenizer where token 5 is the word w5."""
     backend = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
     backend.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0")
@@ -43,7 +43,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def prompts() -> list[Prompt]:
-    """Eighteen prompts of different lengths, one half on code."""
+    """Return 18 prompts of different lengths, half of them for the task code."""
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, VOCAB, (2 + n % 5,), generator=generator) for n in range(18)]
     return [
@@ -59,7 +59,7 @@ def path(
     prompts: list[Prompt],
     tmp_path: Path,
 ) -> Path:
-    """A file with the answers to all prompts."""
+    """Write a file with the answers to all prompts and return its path."""
     file = tmp_path / "responses.jsonl"
     generate_responses(model, tokenizer, prompts, file, SETTINGS, batch_size=8)
     return file
@@ -72,5 +72,5 @@ def responses(path: Path) -> list[Response]:
 
 @pytest.fixture
 def examples(model: PreTrainedModel, responses: list[Response], tmp_path: Path) -> list[Example]:
-    """The answers with the target's opinions of them."""
+    """Return the answers with the target's top-8 probabilities."""
     return teacher_examples(model, responses, tmp_path / "teacher", top=8)

@@ -1,4 +1,4 @@
-"""Passes over answers: the plain forward's logits, and shards that are made once."""
+"""Passes over answers: logits equal to plain forward passes, and shards computed once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_batches_keep_the_order_and_the_limit(
 
 
 class TestStored:
-    """Shards of five answers, with a pass that counts its calls."""
+    """Shards of five answers, computed by a function that records its calls."""
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +120,11 @@ class TestStored:
 
 
 class TestTeacherExamples:
-    """The target's opinions: those of its plain forward, stored once."""
+    """Target probabilities: equal to a plain forward pass, computed once and stored."""
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Several shards and forwards, out of few answers."""
+        """Split the few answers into several shards and forward passes."""
         monkeypatch.setattr(answers, "SHARD_RESPONSES", 7)
         monkeypatch.setattr(answers, "FORWARD_TOKENS", 30)
 
@@ -139,7 +139,7 @@ class TestTeacherExamples:
                 logits = model(ids).logits[0, len(example.response.prompt) - 1 :]
             probs, tokens = logits.softmax(dim=-1).topk(4, dim=-1)
             assert torch.equal(example.top_tokens, tokens)
-            # Logarithms are stored with 11 bits.
+            # Log-probabilities are stored in float16.
             torch.testing.assert_close(example.top_probs, probs, rtol=5e-3, atol=1e-6)
             assert example.top_tokens[:, 0].tolist() == example.response.response
 
@@ -154,7 +154,7 @@ class TestTeacherExamples:
         assert all(
             torch.equal(a.top_probs, b.top_probs) for a, b in zip(first, again, strict=False)
         )
-        # Only the shard that had room for more was made again.
+        # Only the incomplete shard was rewritten.
         assert [path.stat().st_mtime_ns == time for path, time in sorted(times.items())] == [
             True,
             False,

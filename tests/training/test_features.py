@@ -1,4 +1,4 @@
-"""Features of whole texts: those of plain forwards, kept on disk, refused where they do not fit."""
+"""Features of whole texts: equal to plain forward passes, stored on disk, rejected on mismatch."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TestStoredTexts:
         with pytest.raises(OptionError, match="--no-store"):
             stored_texts(model, responses, tmp_path / "a" / "b")
         assert not (tmp_path / "a").exists()
-        # What is there already needs no more room.
+        # Stored features need no further space.
         monkeypatch.undo()
         stored_texts(model, responses, tmp_path)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 0))
@@ -126,7 +126,7 @@ class TestStoredTexts:
 
 
 class TestAnotherTarget:
-    """Of the same name, as a folder may have it that was trained on."""
+    """Another target of the same name, such as a folder whose model was trained further."""
 
     def test_it_is_noticed_by_its_weights(
         self, model: PreTrainedModel, responses: list[Response], tmp_path: Path
@@ -134,7 +134,7 @@ class TestAnotherTarget:
         stored_texts(model, responses, tmp_path)
         with pytest.raises(OptionError, match="made with another weights: choose another folder"):
             stored_texts(build("llama", seed=1), responses, tmp_path)
-        # Nothing was computed over, and half precision is the same target.
+        # The stored features are unchanged, and bfloat16 counts as the same target.
         assert len(stored_texts(model.bfloat16(), responses, tmp_path)) == len(responses)
 
     def test_files_that_know_its_name_alone(
@@ -144,7 +144,7 @@ class TestAnotherTarget:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Those of older versions."""
+        """Files of older versions store only the name of the target."""
         with monkeypatch.context() as patch:
             patch.setattr(module, "target_facts", lambda model: {"target": "LlamaForCausalLM"})
             before = stored_texts(model, responses, tmp_path)
@@ -159,7 +159,7 @@ def test_sizes_in_words() -> None:
 
 @pytest.fixture(params=[LAST, (1, 0, *LAST)], ids=["last", "three"])
 def layers(request: pytest.FixtureRequest) -> tuple[int, ...]:
-    """Of which states the features are made."""
+    """Return the layers whose hidden states form the features."""
     return tuple(request.param)
 
 
@@ -172,7 +172,7 @@ def folder(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Path:
-    """Features of eighteen answers, of which some end early, in files of five, batches of four."""
+    """Record features of 18 answers, some shorter, in files of five and batches of four."""
     for changed in (answers, module):
         monkeypatch.setattr(changed, "SHARD_RESPONSES", 5)
     generate_responses(model, tokenizer, prompts[:6], tmp_path / "first.jsonl", SETTINGS)
@@ -180,7 +180,7 @@ def folder(
     model.generation_config.eos_token_id = first.response[4]
     folder = tmp_path / "answers.features"
     for known in (prompts[:7], prompts):
-        # As after an interruption: a new recorder goes on in the middle of a file.
+        # As after an interruption, a new recorder resumes in the middle of a file.
         recorder = FeatureRecorder(model, folder, layers)
         out = tmp_path / "answers.jsonl"
         generate_responses(model, tokenizer, known, out, SETTINGS, 4, recorder=recorder)
@@ -214,5 +214,5 @@ def test_only_what_an_interruption_lost_is_computed_again(
     monkeypatch.setattr(module, "text_features", watched)
     responses = list(read_responses(folder.with_name("answers.jsonl")))
     stored_texts(model, responses, folder, layers)
-    # The second run began in the middle of the second file.
+    # The second run resumed in the middle of the second file.
     assert computed == [f"p{n}" for n in range(7, 10)]

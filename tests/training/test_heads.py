@@ -1,4 +1,4 @@
-"""Parts of the trainings of published heads; each method's tests run whole trainings."""
+"""Training code shared by published heads; the tests of each method run complete trainings."""
 
 from __future__ import annotations
 

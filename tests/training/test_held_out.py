@@ -1,4 +1,4 @@
-"""Splits of prompts, stable and as existing adapters were trained with; figures counted by hand."""
+"""Stable splits of prompts, equal to those of existing adapters, and figures checked by hand."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def test_places_that_no_draft_reached() -> None:
 
 
 def test_tau_of_rounds_counted_by_hand() -> None:
-    # Rounds begin at 0, 3 and at 0, 1; they keep 2, 2 and 0, 1.
+    # Rounds begin at positions 0, 3 and 0, 1; they accept 2, 2 and 0, 1 tokens.
     assert tau([[2, 1, 0, 2, 1, 0], [0, 1]]) == 5 / 4
     assert tau([]) == 0
 
 
 def test_alpha_is_the_share_of_tokens_that_were_drafted() -> None:
-    # A round keeps two of the draft, one none: two of four tokens are drafted.
+    # One round accepts two draft tokens, one none: two of four tokens come from drafts.
     figures = acceptance([torch.tensor([[1, 1], [1, 0], [0, 0], [0, 0]]).bool()])
     assert (figures["tau"], figures["alpha"]) == (1.0, 0.5)
     assert acceptance([])["alpha"] == 0

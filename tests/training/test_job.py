@@ -1,4 +1,4 @@
-"""A run of `hf-spec train`: its target, and the data of its files of answers."""
+"""A job of `hf-spec train`: its target, and the data from its answer files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts as heads read them: shifts, cut prompts, and features that are stored or computed."""
+"""Training pairs of heads: shifts, truncated prompts, and stored or computed features."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def texts(model: PreTrainedModel, responses: list[Response]) -> list[Text]:
 class TestPairs:
     @pytest.mark.parametrize("k", [1, 2, 3, 4])
     def test_a_place_is_answered_k_pairs_on(self, model: PreTrainedModel, k: int) -> None:
-        """Tokens are their own places, and so are features: the shifts can be read off."""
+        """Tokens and features equal their positions, so the shifts are visible."""
         prompt, answer = [0, 1, 2, 3, 4, 5], [6, 7, 8, 9]
         width = model.config.hidden_size
         features = torch.arange(9.0)[:, None].expand(9, width).bfloat16()
@@ -28,7 +28,7 @@ class TestPairs:
         # Pair i is token i + 1 with feature i.
         assert pairs.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
         assert pairs.features[0, :, 0].tolist() == list(range(9))
-        # Output i predicts token i + k + 1 and feature i + k: all tokens of the answer, no other.
+        # Output i predicts token i + k + 1 and feature i + k, for exactly the answer tokens.
         assert (pairs.places + k + 1).tolist() == answer
         assert pairs.tokens[pairs.rows, pairs.places + k].tolist() == answer
         truth = pairs.features[pairs.rows, pairs.places + k, 0]
@@ -41,7 +41,7 @@ class TestPairs:
         pairs = read_pairs(model, [Text(response, features)] * 2, 4)
         assert pairs.counts == [0, 0]
         pairs = read_pairs(model, [Text(response, features)] * 2, 1)
-        # Nothing predicts the first token of an answer to a prompt of one token.
+        # With a one-token prompt, no output predicts the first answer token.
         assert pairs.counts == [1, 1]
         assert pairs.tokens[pairs.rows, pairs.places + 1].tolist() == [7, 7]
 
@@ -65,7 +65,7 @@ class TestPairs:
                 texts, pairs.span, answers.span, strict=True
             ):
                 read = min(len(text.response.prompt), context or len(text.response.prompt))
-                # Every token that is read, after the first pairs.
+                # The span covers every token that is read, except the first ones.
                 assert (first, stop) == (0, read + len(text.response.response) - 1 - k)
                 assert end - begin <= stop - first
 

@@ -1,4 +1,4 @@
-"""Answers of the target: plain generate's own, written once, continued after an interruption."""
+"""Answers of the target: equal to plain `generate()`, written once, resumed if interrupted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Generate = Callable[..., int]
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
 ) -> Generate:
-    """`generate_responses`, to be told where, and what is unlike the fixtures."""
+    """Return `generate_responses` with the fixtures as defaults; `path` is still required."""
     return partial(generate_responses, model, tokenizer, prompts=prompts, settings=SETTINGS)
 
 
@@ -88,7 +88,7 @@ class TestResume:
 
 
 class TestChangedPrompts:
-    """Answers follow their prompts by content, whatever these are called."""
+    """Answers are matched to prompts by content, not by id."""
 
     def test_they_are_reordered_and_extended(
         self, generate: Generate, path: Path, prompts: list[Prompt], responses: list[Response]
@@ -135,7 +135,7 @@ class TestChangedPrompts:
 
 
 class TestSampled:
-    """Eighteen prompts in batches of eight."""
+    """Sampled answers to 18 prompts in batches of eight."""
 
     settings = replace(SETTINGS, temperature=1.0)
 
@@ -212,7 +212,7 @@ def test_a_last_line_without_an_end_is_read(path: Path) -> None:
 
 
 def test_other_line_separators_are_text(path: Path) -> None:
-    """A byte order mark begins the file; U+2028 stands in an id."""
+    """The file starts with a byte order mark, and an id contains U+2028."""
     whole = list(read_responses(path))
     text = path.read_text().replace('"p1"', '"p\u20281\x85"')
     path.write_text(f"\ufeff{text}", encoding="utf-8")
@@ -255,8 +255,8 @@ def test_a_line_that_is_no_answer_is_named(path: Path, line: str) -> None:
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        (2, [5, 7]),  # the most frequent of the answers
-        (4, [2, 5, 7, 9]),  # then those of the prompts
+        (2, [5, 7]),  # the most frequent tokens of the answers
+        (4, [2, 5, 7, 9]),  # then tokens of the prompts
         (99, [1, 2, 3, 5, 7, 9]),
     ],
 )
@@ -315,7 +315,7 @@ class TestWeights:
         assert facts["weights"] != weights_digest(build("llama"))
 
     def test_generation_does_not_change_it(self) -> None:
-        """Not even where weights are packed and layers compiled for it."""
+        """Weight packing and compiled layers do not change the digest either."""
         model = copy.deepcopy(build("llama"))
         before = weights_digest(model)
         model.generate(repetitive_prompt(), max_new_tokens=8, spec_strategy="lookup")

@@ -1,4 +1,4 @@
-"""Recorded texts: their tokens and states, over several rounds and within a limit."""
+"""Recorded texts: tokens and states over several rounds, within a limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_spec.training.rollouts import RolloutRecorder
 
 
 def states(first: int, count: int) -> Any:
-    """The output of a round whose token n has the states [n, -n] of layers 1 and -1."""
+    """Return a round output where token n has the states n of layer 1 and -n of layer -1."""
     numbers = torch.arange(first, first + count, dtype=torch.float32)[:, None]
     return SimpleNamespace(hidden={1: numbers, -1: -numbers})
 
@@ -24,7 +24,7 @@ def test_states_of_all_rounds_are_joined() -> None:
     kept, first, second = recorder(), [7, 8, 9, 10], [5, 6]
     kept.record([first, second], [1, 1], {0: [0, 1, 2], 1: [4]}, states(0, 5))
     first += [11, 12]
-    # A rejected node lies between the accepted ones.
+    # There is a rejected node between the accepted ones.
     kept.record([first, second], [3, 1], {0: [0, 2]}, states(10, 3))
     one, other = kept.take()
     assert (one.response.prompt, one.response.response) == ([7, 8, 9], [10, 11, 12])
@@ -69,6 +69,6 @@ def test_the_oldest_texts_are_dropped() -> None:
     for tokens in texts:
         kept.record([tokens], [1], {0: [0, 1]}, states(0, 2))
     assert [text.response.prompt for text in kept.take()] == [[2, 2], [3, 3]]
-    # The latest text stays, however long it is.
+    # The latest text is kept regardless of its length.
     kept.record([list(range(9))], [1], {0: list(range(8))}, states(0, 8))
     assert len(kept.take()) == 1

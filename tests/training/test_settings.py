@@ -1,4 +1,4 @@
-"""Settings that all trainings share."""
+"""Settings shared by all trainings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_heads_share_settings() -> None:
     settings = kinds["mtp"](max_context=None)
     assert isinstance(settings, HeadSettings)
     assert not hasattr(settings, "vocabulary_size")
-    # Their own settings come first, also without names.
+    # Settings of the method come first as positional arguments.
     assert kinds["eagle"](3, 0.5) == kinds["eagle"](steps=3, step_weight=0.5)
 
 

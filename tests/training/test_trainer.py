@@ -1,4 +1,4 @@
-"""The training loop: resumed equals unbroken, cut up equals whole, and it does learn."""
+"""The training loop: it learns; resuming or splitting batches does not change the result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LENGTHS = [1 + i % 5 for i in range(60)]
 
 
 class Line:
-    """A line to be fitted to noisy points; the noise makes the random numbers matter."""
+    """Line fitted to noisy points; the noise makes the result depend on the random state."""
 
     def __init__(self) -> None:
         self.slope = nn.Parameter(torch.zeros(2))
@@ -85,7 +85,7 @@ def test_it_learns_and_reports(tmp_path: Path) -> None:
 class TestTrackers:
     @pytest.fixture
     def logged(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        """What a stand-in for TensorBoard's tracker gets, which needs a package."""
+        """Return the calls of a fake TensorBoard tracker; the real one needs another package."""
         calls: list[Any] = []
 
         class Tracker(GeneralTracker):
@@ -164,7 +164,7 @@ def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
 
 
 class Texts(Line):
-    """Epochs of different numbers of batches; remembers what each step was given."""
+    """Line with a different number of batches per epoch; `seen` records the inputs of each step."""
 
     NUM_BATCHES = (5, 3, 0, 8)
 
@@ -228,7 +228,7 @@ class TestFigures:
         settings = replace(SETTINGS, evaluate_every=1000)
         assert self.fit(line, tmp_path, settings, evaluate) == {"slope": float(line.slope[0])}
         assert len(asked) == 1
-        # Nothing is left to do, but it is still asked for them.
+        # No steps are left, but the figures are still returned.
         line = Line()
         assert self.fit(line, tmp_path, settings, evaluate) == {"slope": float(asked[0][0])}
 
@@ -245,7 +245,7 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_do_not_say_what_was_learned_from(tmp_path: Path) -> None:
-    """Those of older versions; once it is said, it must be the same."""
+    """Checkpoints of older versions have no facts; once set, the facts must match."""
     broken = Line()
     broken.stop_at = 5
     with pytest.raises(KeyboardInterrupt):
@@ -288,7 +288,7 @@ def test_a_file_that_is_not_a_checkpoint_is_named(tmp_path: Path) -> None:
 
 class TestSteps:
     def test_accumulating_counts_tokens_not_batches(self, tmp_path: Path) -> None:
-        """One batch of 3 and 7 inputs gives the gradient of one batch of 10."""
+        """Accumulating batches of 3 and 7 inputs gives the gradient of one batch of 10."""
         slopes = []
         for name, batches in {"cut": [[0, 1, 2], [*range(3, 10)]], "whole": [[*range(10)]]}.items():
             line = Line()
@@ -303,7 +303,7 @@ class TestSteps:
         torch.testing.assert_close(slopes[0], slopes[1])
 
     def test_steps_of_many_tokens_and_of_few_weigh_the_same(self, tmp_path: Path) -> None:
-        """Every token has the same gradient, so AdamW moves by the learning rate in every step."""
+        """Each token has the same gradient, so AdamW moves by the learning rate in each step."""
         slope = nn.Parameter(torch.zeros(1))
         settings = replace(SETTINGS, epochs=1, accumulate=1, weight_decay=0.0)
         counts = [1, 10, 1, 10]
@@ -400,6 +400,6 @@ def test_a_resumed_training_adds_its_start(tmp_path: Path) -> None:
     assert again[0] == first
     assert [start["step"] for start in again] == [0, SETTINGS.save_every]
     assert first["settings"]["seed"] == SETTINGS.seed
-    # A finished one that is started again does nothing, and says nothing.
+    # Restarting a finished training does nothing and logs nothing.
     Line().fit(tmp_path)
     assert starts(tmp_path) == again

@@ -1,7 +1,7 @@
-"""Scripts in one process or in several that belong together, as `torch.distributed.run` has them.
+"""Scripts run in one process or in several, with the environment of `torch.distributed.run`.
 
-They are forked off an interpreter that has imported what they need: to import that takes longer
-than what they do.
+They are forked from an interpreter with the imports already done, because the imports take longer
+than the scripts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Its arguments are a script, then pairs of a number of processes and the folder they are told.
+# Arguments: a script, then pairs of a process count and the folder passed to the script.
 FORK = """
 import os, runpy, signal, socket, sys
 import accelerate, hf_spec, transformers
@@ -51,7 +51,7 @@ for count, folder in zip(runs[::2], runs[1::2]):
 def run_together(
     script: Path, runs: Mapping[Path, int], **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in so many processes for each folder, which it is told; one after the other."""
+    """Run a script for each folder, one after the other, in the given number of processes."""
     told = [word for folder, count in runs.items() for word in (str(count), str(folder))]
     paths = f"{ROOT}:{ROOT / 'kernels'}"
     usual = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
@@ -67,7 +67,7 @@ def run_together(
 
 
 def run_on_one_and_two(source: str, folder: Path) -> tuple[Path, Path]:
-    """Run a script on one process and on two, in the folder it is told; the two folders."""
+    """Run a script in one process and in two, and return the folders passed to it."""
     script = folder / "script.py"
     script.write_text(source)
     one, two = folder / "one", folder / "two"

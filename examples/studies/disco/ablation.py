@@ -1,9 +1,9 @@
-"""What DISCO's classifier loses without each of its features, and with other labels.
+"""Ablation of the DISCO classifier: features and kinds of labels.
 
-The paper names its features and both kinds of labels without saying what each is worth (Mamou et
-al. 2024, arXiv 2405.04304, section 3 and appendix D.1). Here one classifier is trained with all
-features, one without each group, on hard and on soft labels, all on the same positions and seeds.
-Run as `python -m examples.studies.disco.ablation --help` says.
+The paper lists its features and both kinds of labels without an ablation (Mamou et al. 2024, arXiv
+2405.04304, section 3 and appendix D.1). Here one classifier is trained with all features and one
+without each group of features, on hard and on soft labels, on the same positions and seeds. For
+usage, run `python -m examples.studies.disco.ablation --help`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NOTHING = "nothing"
 
 
 def without(observed: Sequence[Observed], group: str, labels: str) -> list[Observed]:
-    """The same positions with a group of features hidden, and hard labels where these are asked."""
+    """Return the positions with a group of features set to zero, and hard labels if selected."""
     found = []
     for one in observed:
         features = one.features.clone()
         if group != NOTHING:
-            # What never changes is scaled to zero and teaches nothing.
+            # A constant feature is scaled to zero and carries no information.
             features[:, FEATURES[group]] = 0
         target = one.matched.float() if labels == "hard" else one.labels
         found.append(replace(one, features=features, labels=target))
@@ -47,11 +47,13 @@ def without(observed: Sequence[Observed], group: str, labels: str) -> list[Obser
 
 
 def ranked_right(scores: Tensor, matched: Tensor) -> float:
-    """Chance that an accepted position scores higher than a rejected one, ties counted half.
+    """Return the probability that an accepted position scores higher than a rejected one.
+
+    Ties count half.
 
     Args:
         scores: (T,).
-        matched: (T,) bool, both values among them.
+        matched: (T,) bool, with at least one of each value.
     """
     accepted, rejected = scores[matched], scores[~matched].sort().values
     below = torch.searchsorted(rejected, accepted, right=False)
@@ -60,7 +62,7 @@ def ranked_right(scores: Tensor, matched: Tensor) -> float:
 
 
 def figures(classifier: DiscoClassifier, held: Sequence[Observed], threshold: float) -> Any:
-    """F1 of both classes at a threshold, and how well the positions are ranked at any."""
+    """Return F1 of both classes at a threshold, and the threshold-free ranking accuracy."""
     rules = evaluate(classifier, held, threshold)["rules"]["disco"]
     with torch.no_grad():
         scores = classifier(torch.cat([one.features for one in held]))
@@ -74,7 +76,7 @@ def figures(classifier: DiscoClassifier, held: Sequence[Observed], threshold: fl
 def ablate(
     observed: Sequence[Observed], settings: DiscoTrainSettings, seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """One row per kind of labels, group left out, and seed; `observed` has soft labels."""
+    """Return one row per kind of labels, omitted group, and seed; `observed` has soft labels."""
     ids = [one.id for one in observed]
     learned, held = split_by_seed(ids, settings.validation_share, settings.seed)
     rows = []
@@ -92,7 +94,7 @@ def ablate(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown, one line per labels and group; means over the seeds."""
+    """Return Markdown: one row per labels and group, means over the seeds."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["labels"], row["left_out"]), []).append(row)
@@ -111,7 +113,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes the rows as JSON."""
+    """Run the command line, print the table, and write the rows as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id of the target")
     parser.add_argument("--assistant", required=True, help="folder or Hub id of the draft model")

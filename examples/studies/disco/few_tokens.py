@@ -1,10 +1,11 @@
-"""What a level of a draft costs over the tokens that the draft model knows, and over all.
+"""Cost of a draft level over a reduced draft vocabulary, compared with the full vocabulary.
 
-A trained draft model knows 8,192 of 49,152 tokens; the others have the probability 0. Processors,
-softmax, draws, likeliest tokens and DISCO's features run over those that it knows. Here the same
-weights also draft with a head that does not say which tokens it knows, in turn and with the same
-seed. Greedy drafts are the same, token for token; drawn ones are drawn from the same distributions
-with other random numbers. Run as `python -m examples.studies.disco.few_tokens --help` says.
+The trained draft model has a vocabulary of 8,192 of 49,152 tokens; all others have probability 0.
+Logits processors, softmax, sampling, top-k and DISCO features run over the reduced vocabulary. Here
+the same weights also draft with a head that does not declare a reduced vocabulary, interleaved and
+with the same seed. Greedy drafts are identical token by token. Sampled drafts have the same
+distributions but use different random numbers. For usage, run
+`python -m examples.studies.disco.few_tokens --help`.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ HEADS = ("few", "all")
 
 
 class AmongAll(nn.Module):
-    """A head that gives every token a logit and does not say which it knows."""
+    """Head with a logit for every token that does not declare its reduced vocabulary."""
 
     def __init__(self, head: nn.Module):
         super().__init__()
         self.head = head
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., hidden size) -> (..., V)."""
+        """Return (..., V) logits of (..., hidden size) states."""
         logits: Tensor = self.head(hidden)
         return logits
 
 
 def ways(classifier: str | None) -> dict[str, tuple[StrategyConfig, Mapping[str, Any]]]:
-    """By name a strategy of fixed lengths, and how the target chooses."""
+    """Return name -> strategy with a fixed draft length, and sampling settings of the target."""
     found: dict[str, tuple[StrategyConfig, Mapping[str, Any]]] = {
         "draft": (DraftConfig(max_draft_tokens=4), GREEDY),
         "tree": (TreeConfig(max_draft_tokens=4, max_nodes=15), GREEDY),
@@ -68,9 +69,9 @@ def measure(
     chosen: Mapping[str, tuple[StrategyConfig, Mapping[str, Any]]],
     new_tokens: int,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Of each text a record per way and head: seconds of drafting, levels drafted, and the answer.
+    """Yield, per text, a record per way and head: drafting seconds, draft levels, and answer.
 
-    Before the first one every way runs once, untimed.
+    Before the first text, every way runs once without timing.
     """
     known = draft.get_output_embeddings()
     heads = dict(zip(HEADS, (known, AmongAll(known)), strict=True))
@@ -82,7 +83,7 @@ def measure(
                 answer(texts[0], *way)
         for place, text in enumerate(texts):
             records = []
-            # Whichever comes second finds what the first one warmed up.
+            # Alternate the order, because the second run benefits from the warm-up by the first.
             for name, which in product(chosen, HEADS if place % 2 else HEADS[::-1]):
                 draft.set_output_embeddings(heads[which])
                 found = answer(text, *chosen[name])
@@ -119,7 +120,7 @@ def _answered(
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per way the milliseconds of a draft forward, medians over texts, and how drafts compare."""
+    """Return per way the milliseconds of a draft forward pass (median) and identical drafts."""
     rows = []
     for name in dict.fromkeys(record["way"] for record in records):
         by_head: dict[str, list[Mapping[str, Any]]] = {
@@ -144,7 +145,7 @@ def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown of a summary."""
+    """Return the summary as a Markdown table."""
     columns = {
         "drafts": lambda row: row["way"],
         "ms a level, all tokens": lambda row: f"{row['all_ms']:.2f}",
@@ -156,7 +157,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table."""
+    """Run the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     parser.add_argument("--assistant", required=True, help="folder or Hub id of a trained draft")

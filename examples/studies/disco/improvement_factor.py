@@ -1,4 +1,4 @@
-"""What speculation should gain by theory: the improvement factor, and the cost ratio it needs."""
+"""Theoretical speedup of speculative decoding: the improvement factor and its cost ratio."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from hf_spec.common.outputs import SpecStats
 
 
 def improvement_factor(acceptance_rate: float, draft_tokens: int, cost_ratio: float) -> float:
-    """Expected speed of a chain of constant length relative to plain decoding.
+    """Return the expected speedup of draft chains of constant length over plain decoding.
 
-    (1 - a^(n+1)) / ((1 - a) (n c + 1)): tokens per round over the cost of a round, if every draft
-    token is accepted with the same probability and verification costs as much as one token
+    (1 - a^(n+1)) / ((1 - a) (n c + 1)): tokens per round divided by the cost of a round, if every
+    draft token has the same acceptance probability and verification costs as much as one token
     (Leviathan et al. 2023, arXiv 2211.17192; eq. 1 of Mamou et al. 2024, arXiv 2405.04304).
 
     Args:
-        acceptance_rate: a, probability that a draft token is accepted after accepted ones.
+        acceptance_rate: a, acceptance probability of a draft token whose prefix is accepted.
         draft_tokens: n, tokens drafted in every round.
-        cost_ratio: c, time of a draft forward over that of a target forward; see `cost_ratio`.
+        cost_ratio: c, time of a draft forward pass over that of a target forward pass.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -25,15 +25,15 @@ def improvement_factor(acceptance_rate: float, draft_tokens: int, cost_ratio: fl
             f"acceptance_rate={acceptance_rate} must be between 0 and 1, draft_tokens="
             f"{draft_tokens} and cost_ratio={cost_ratio} not negative"
         )
-    # The sum of a geometric series, written out: exact at 1 too.
+    # Sum the geometric series explicitly, so the result is also exact for a rate of 1.
     tokens = sum(acceptance_rate**accepted for accepted in range(draft_tokens + 1))
     return tokens / (draft_tokens * cost_ratio + 1)
 
 
 def cost_ratio(stats: SpecStats) -> float:
-    """Measured time per draft forward over measured time per target forward.
+    """Return the measured time per draft forward pass over that per target forward pass.
 
-    The prompt's forwards are among them, and the drafter's own bookkeeping counts as drafting.
+    Prefill is included, and the bookkeeping of the drafter counts as drafting.
 
     Raises:
         ValueError: if nothing was drafted or verified.

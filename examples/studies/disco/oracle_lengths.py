@@ -1,10 +1,10 @@
-"""Lengths of the oracle's drafts, and how well rules predict where they end (DISCO).
+"""Oracle draft lengths, and the accuracy of rules that predict them (DISCO).
 
-The oracle drafts exactly the tokens that the target accepts. The histogram of its lengths and their
-spread show what a dynamic length can gain (Mamou et al. 2024, arXiv 2405.04304, figures 3 to 6 and
-table 2). On the same rounds, this compares DISCO's classifier, a threshold on the draft model's
-probability, and fixed lengths. Nothing is timed. Run as
-`python -m examples.studies.disco.oracle_lengths --help` says.
+The oracle drafts exactly the tokens that the target accepts. The histogram and spread of its
+lengths show the potential of a dynamic length (Mamou et al. 2024, arXiv 2405.04304, figures 3 to 6
+and table 2). On the same rounds, this study compares the DISCO classifier, a threshold on the draft
+model's probability, and fixed lengths. Nothing is timed. For usage, run
+`python -m examples.studies.disco.oracle_lengths --help`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALL = "all"
 
 
 def oracle_lengths(matched: Sequence[bool]) -> list[int]:
-    """Return the number of accepted tokens of every round of an answer; the last may be cut short.
+    """Return the accepted tokens of every round of an answer; the last round may be cut short.
 
     Args:
         matched: per position of the answer, True where the draft model predicts its token.
@@ -76,12 +76,12 @@ def f1(predicted: Tensor, actual: Tensor) -> float:
 
 
 def cross_chosen(scores: Tensor, matched: Tensor, halves: Tensor) -> dict[str, Any]:
-    """Return F1 at thresholds that are the best ones on the other half of the prompts.
+    """Return F1 at thresholds chosen on the other half of the prompts.
 
     Args:
-        scores: (T,) a score per position.
+        scores: (T,) score of each position.
         matched: (T,) bool.
-        halves: (T,) bool, the half that a position belongs to.
+        halves: (T,) bool, half of each position.
     """
     predicted = torch.zeros_like(matched)
     chosen = []
@@ -102,9 +102,9 @@ def rules(
     """Return F1 of the rules on the same rounds.
 
     Args:
-        classifier: DISCO's.
+        classifier: DISCO classifier.
         observed: answers to at least two prompts.
-        thresholds: of the classifier, reported beside the ones that are chosen.
+        thresholds: classifier thresholds to report in addition to the chosen ones.
     """
     matched = torch.cat([one.matched for one in observed])
     features = torch.cat([one.features for one in observed])
@@ -135,7 +135,7 @@ def rules(
 def answers(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int
 ) -> list[Response]:
-    """Return the target's greedy answers."""
+    """Return the greedy answers of the target."""
     found = []
     for prompt in tqdm(prompts, desc="prompts", disable=None):
         ids = prompt.encode(tokenizer)
@@ -157,8 +157,8 @@ def measure(
 
     Args:
         observed: one entry per prompt.
-        tasks: id of a prompt -> its task.
-        classifier: DISCO's.
+        tasks: prompt id -> task.
+        classifier: DISCO classifier.
         thresholds: see `rules`.
     """
     lengths: dict[str, list[int]] = {ALL: []}
@@ -217,7 +217,7 @@ def rules_table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints both tables."""
+    """Run the command line and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id of the target")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))

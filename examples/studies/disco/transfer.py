@@ -1,19 +1,19 @@
-"""Does a DISCO classifier that was trained on one task work on another one.
+"""Transfer of a DISCO classifier to a task other than its training task.
 
-As in the paper, a classifier of MBPP's training part is judged on HumanEval (Mamou et al. 2024,
-arXiv 2405.04304, table 1). Greedy answers of the target to every set of prompts are generated once;
-at each of their positions the draft model predicts one token. For every training set, classifier,
-confidence threshold, and static length are chosen on a part of its prompts, and judged on another
-part and on all other sets. Nothing is timed: rounds are simulated on these positions. Their number
-is that of `generate()`; drafted tokens behind a rejected one are judged at the target's own text.
-Speed is estimated as tokens / (rounds + cost ratio * drafted tokens). Answers and predictions are
-stored in a folder, from which the same command continues.
+As in the paper, a classifier trained on the MBPP training set is evaluated on HumanEval (Mamou et
+al. 2024, arXiv 2405.04304, table 1). Greedy answers of the target to every set of prompts are
+generated once; at each of their positions, the draft model predicts one token. For every training
+set, the classifier, confidence threshold, and static length are chosen on part of its prompts, and
+evaluated on another part and on all other sets. Nothing is timed: rounds are simulated on these
+positions. The number of rounds equals that of `generate()`. Tokens drafted after a rejected one are
+scored at the target's own text. Speed is estimated as tokens / (rounds + cost ratio * drafted
+tokens). Answers and predictions are stored in a folder, and the same command resumes from it.
 
     python -m examples.studies.disco.transfer --model TARGET --assistant DRAFT --dtype bfloat16 \
         --train mbpp=MBPP.jsonl --judge human_eval=HUMAN_EVAL.jsonl --work FOLDER --out RECORD.json
 
-Files of prompts are as for `hf-spec bench --prompts`, or HumanEval.jsonl.gz; NAME=TASK reads a task
-of the package's own prompts.
+Prompt files have the format of `hf-spec bench --prompts`, or are HumanEval.jsonl.gz. NAME=TASK
+selects a task of the built-in prompts.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from hf_spec.training.settings import ResponseSettings
 
 LONGEST = (5, 8, 12, 20)
 STATIC = tuple(range(1, 21))
-# Share of the prompts of a training set that judge, and of the others that choose.
+# Share of the prompts of a training set that is held out for evaluation.
 JUDGING = 0.2
 
-# Per position of an answer a score; drafting ends after a token below the threshold.
+# Score of each position of an answer; drafting ends after a token below the threshold.
 Scores = Callable[[Observed], Tensor]
 
 
 class Rule(NamedTuple):
-    """When a draft ends: after a score below `threshold`, or `longest` tokens."""
+    """Rule that ends a draft after a score below `threshold`, or after `longest` tokens."""
 
     threshold: float
     longest: int
@@ -63,7 +63,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Rounds, drafted tokens, and all tokens of simulated answers."""
+    """Number of rounds, drafted tokens, and all tokens of simulated answers."""
 
     rounds: int = 0
     drafted: int = 0
@@ -73,7 +73,7 @@ class Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def speed(self, cost_ratio: float) -> float:
-        """Return the estimated speed over decoding without drafts."""
+        """Return the estimated speedup over decoding without drafts."""
         return self.tokens / (self.rounds + cost_ratio * self.drafted)
 
 
@@ -81,9 +81,9 @@ def simulate(matched: Sequence[bool], continues: Sequence[bool], longest: int) -
     """Return the counts of one answer.
 
     Args:
-        matched: per position whether the draft model predicts the target's token.
-        continues: per position whether drafting continues after its token.
-        longest: most tokens of a draft.
+        matched: per position, True if the draft model predicts the target's token.
+        continues: per position, True if drafting continues after its token.
+        longest: maximum number of tokens of a draft.
     """
     position = rounds = drafted = 0
     while position < len(matched):
@@ -103,7 +103,7 @@ def simulate(matched: Sequence[bool], continues: Sequence[bool], longest: int) -
 
 
 def simulated(observed: Sequence[Observed], scores: Sequence[Tensor], rule: Rule) -> Counts:
-    """Return the counts of all answers, with a score per position of each."""
+    """Return the counts of all answers; `scores` has a score per position of each answer."""
     counts = Counts()
     for one, values in zip(observed, scores, strict=True):
         continues = (values >= rule.threshold).tolist()
@@ -119,7 +119,7 @@ def best_rule(
 
 
 def parts(observed: Sequence[Observed], seed: int) -> tuple[list[Observed], ...]:
-    """Return the answers of a training set that train, choose, and judge."""
+    """Split the answers of a training set into parts for training, choosing, and evaluation."""
     rest, judging = split_by_seed([one.id for one in observed], JUDGING, seed)
     share = DiscoTrainSettings().validation_share
     training, choosing = split_by_seed(list(rest), share, seed)
@@ -129,7 +129,7 @@ def parts(observed: Sequence[Observed], seed: int) -> tuple[list[Observed], ...]
 
 
 def scorers(classifier: DiscoClassifier) -> dict[str, Scores]:
-    """Return the scores of each kind of rule; static lengths go by none."""
+    """Return the score function of each kind of rule; static lengths ignore scores."""
 
     @torch.no_grad()
     def predict(one: Observed) -> Tensor:
@@ -149,7 +149,7 @@ def judge(
     settings: DiscoTrainSettings,
     cost: float,
 ) -> list[dict[str, Any]]:
-    """Train and choose on one set; return a row per judged set and kind of rule."""
+    """Train and choose on one set; return a row per evaluated set and kind of rule."""
     training, choosing, _ = train_parts
     classifier, _ = fit(training, choosing, settings)
     every = [Rule(*values) for values in product(THRESHOLDS, LONGEST)]
@@ -172,14 +172,14 @@ def judge(
 
 
 def oracles(sets: Mapping[str, Sequence[Observed]], cost: float) -> list[dict[str, Any]]:
-    """Return per set what drafts of exactly the accepted tokens would give."""
+    """Return, per set, the result of drafting exactly the accepted tokens."""
     rows = []
     for name, observed in sets.items():
         counts = Counts()
         for one in observed:
             matched = one.matched.tolist()
             rounds = simulate(matched, matched, len(matched)).rounds
-            # It leaves out the rejected token of every round.
+            # The oracle does not draft the rejected token of each round.
             counts += Counts(rounds, len(matched) - rounds, len(matched))
         row = {"judged": name, "rule": "oracle", "trained_on": "-", **asdict(counts)}
         rows.append({**row, "speed": counts.speed(cost)})
@@ -187,7 +187,7 @@ def oracles(sets: Mapping[str, Sequence[Observed]], cost: float) -> list[dict[st
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return Markdown of all rows, set by set."""
+    """Return all rows as a Markdown table, set by set."""
 
     def figure(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
         return lambda row: "-" if row.get(name) is None else format(row[name], form)
@@ -210,7 +210,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_prompts(source: str, count: int | None) -> list[Prompt]:
-    """Return the first prompts of a file, or of a task of the package's prompts."""
+    """Return the first prompts of a file, or of a task of the built-in prompts."""
     path = Path(source)
     if path.suffix == ".gz":
         kind = task_quality.HUMAN_EVAL
@@ -223,7 +223,7 @@ def read_prompts(source: str, count: int | None) -> list[Prompt]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes the rows as JSON."""
+    """Run the command line, print the table, and write the rows as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

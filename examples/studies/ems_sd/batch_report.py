@@ -1,8 +1,8 @@
 """Tables and a plot of `examples.studies.ems_sd.batches`.
 
-Padding ratios stand side by side: what was measured, and what the paper's model of acceptance
-(`examples.studies.ems_sd.padding`) gives for rows that gain as many tokens on average and accept
-alike.
+Measured padding ratios are shown next to those of the paper's acceptance model
+(`examples.studies.ems_sd.padding`), for rows with the same mean gain and equal acceptance
+probability.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ MODES = ("padded", "unpadded_input", "unpadded_kv", "unpadded")
 
 
 def summary(records: Sequence[Mapping[str, Any]], caps: Mapping[str, int]) -> list[dict[str, Any]]:
-    """One row per method and batch size.
+    """Return one row per method and batch size.
 
     Args:
         records: `BatchRecord`s as dictionaries.
-        caps: by method the most tokens that a row can gain in a step.
+        caps: method -> maximum number of tokens that a row can gain in a step.
 
     Returns:
         Rows with `ratio`, `tokens_per_second` and `linear_tokens` (per generated token) by
-        contender, medians over batches and repetitions; `decoding_ratio` and `decoding_tokens`,
-        the same of all after the first token, without prompts; `unpadded_to_padded` and
-        `decoding_unpadded_to_padded`, the speed of one relative to the other in the same
-        repetition; `padding_ratio` as measured and `padding_ratio_model`; the accepted lengths;
-        and how many outputs were identical.
+        contender, medians over batches and repetitions. `decoding_ratio` and `decoding_tokens`
+        are the same without prefill, after the first token. `unpadded_to_padded` and
+        `decoding_unpadded_to_padded` are the relative speeds in the same repetition. Rows also
+        have the measured `padding_ratio`, `padding_ratio_model`, the accepted lengths, and the
+        number of identical outputs.
     """
     rows = []
     methods = dict.fromkeys(record["method"] for record in records)
@@ -94,13 +94,13 @@ def summary(records: Sequence[Mapping[str, Any]], caps: Mapping[str, int]) -> li
 
 
 def _decoding(record: Mapping[str, Any]) -> float:
-    """Seconds after the first token."""
+    """Return the seconds after the first token."""
     seconds: float = record["seconds"] - record["prompt_seconds"]
     return seconds
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Tables of each method: speeds, those without prompts, then tokens run and padding."""
+    """Return tables of each method: speeds, speeds without prefill, tokens run and padding."""
     parts = []
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
@@ -150,7 +150,7 @@ PADDING = {
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw speed and padding ratio over the batch size, one line of panels per method."""
+    """Draw speed and padding ratio over the batch size, one row of panels per method."""
     from matplotlib.figure import Figure
 
     methods = list(dict.fromkeys(row["method"] for row in rows))

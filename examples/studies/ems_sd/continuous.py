@@ -1,9 +1,9 @@
-"""Static batches against continuous batching with equally many slots.
+"""Static batches against continuous batching with the same number of slots.
 
-In a static batch, rows that have ended wait for the slowest one. EMS-SD names dynamic batching as
-the remedy and does not measure it (Ni et al. 2024, arXiv 2405.07542, limitation 1). Here the same
-prompts are answered in consecutive static batches and in one continuous batch, in turn. Run as
-`python -m examples.studies.ems_sd.continuous --help` says.
+In a static batch, finished rows wait for the slowest one. EMS-SD proposes dynamic batching as a
+remedy but does not measure it (Ni et al. 2024, arXiv 2405.07542, limitation 1). Here the same
+prompts run in consecutive static batches and in one continuous batch, interleaved. For usage, run
+`python -m examples.studies.ems_sd.continuous --help`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAYS = ("static", "continuous")
 
 
 def static(model: Any, texts: Sequence[Tensor], slots: int, **call: Any) -> dict[str, Any]:
-    """Answer the texts in batches of `slots`; return answers without padding, and the counts."""
+    """Run the texts in batches of `slots`; return answers without padding, and counts."""
     answers, stats = [], []
     for start in range(0, len(texts), slots):
         batch = left_padded(texts[start : start + slots])
@@ -42,7 +42,7 @@ def static(model: Any, texts: Sequence[Tensor], slots: int, **call: Any) -> dict
 
 
 def continuous(model: Any, texts: Sequence[Tensor], slots: int, **call: Any) -> dict[str, Any]:
-    """Answer the texts with at most `slots` at a time; return answers and counts."""
+    """Run the texts with at most `slots` at a time; return answers and counts."""
     outputs = model.generate_batch([text.tolist() for text in texts], max_batch=slots, **call)
     return {
         "answers": [list(output.generated_tokens) for output in outputs.values()],
@@ -60,7 +60,7 @@ def measure(  # noqa: PLR0913 - what is timed, on what, and how
     repeats: int,
     clock: Callable[[], float],
 ) -> list[dict[str, Any]]:
-    """Return one record per repetition, number of slots, strategy, and way, in turn."""
+    """Return one record per repetition, number of slots, strategy, and way, interleaved."""
     ways = {"static": static, "continuous": continuous}
     records = []
     for repeat in range(repeats):
@@ -111,7 +111,7 @@ def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return Markdown of a summary."""
+    """Return the summary as a Markdown table."""
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "slots": lambda row: str(row["slots"]),
         "strategy": lambda row: f"`{row['strategy']}`",
@@ -126,7 +126,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table."""
+    """Run the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     parser.add_argument("--per-task", type=int, help="prompts of each task; default: all")

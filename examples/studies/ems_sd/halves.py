@@ -1,10 +1,10 @@
-"""What each half of EMS-SD saves in one forward: padding of the inputs, and of keys and values.
+"""Time saved by each half of EMS-SD in a forward pass: unpadded inputs, and unpadded KV cache.
 
-In the paper the half that leaves keys and values unpadded brings more, on an A100 (Ni et al. 2024,
-arXiv 2405.07542, table 2). Here one verification of a ragged batch is timed with either padding,
-both and none: half of the rows send a draft of seven tokens and the others their last token alone,
-after one row got so many tokens ahead of the others that the aligned storage of these has a gap of
-that width. Run as `python -m examples.studies.ems_sd.halves --help` says.
+In the paper, the unpadded KV cache saves more, on an A100 (Ni et al. 2024, arXiv 2405.07542, table
+2). Here one verification of a ragged batch is timed with either kind of padding, both and none.
+Half of the rows send a draft of seven tokens, the others only their last token. Before that, one
+row is `gap` tokens ahead of the others, so the aligned cache of the others has a gap of that width.
+For usage, run `python -m examples.studies.ems_sd.halves --help`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODES = ("padded", "unpadded_input", "unpadded_kv", "unpadded")
 
 @dataclass(frozen=True)
 class Case:
-    """A ragged batch of `rows` that have read `context` tokens, one of them `gap` more."""
+    """Ragged batch of `rows` with `context` cached tokens each, one of them with `gap` more."""
 
     rows: int
     gap: int
@@ -40,7 +40,7 @@ class Case:
 def verify(
     model: PreTrainedModel, mode: str, case: Case, clock: Callable[[], float], times: int
 ) -> tuple[int, list[float]]:
-    """Tokens that one verification runs, and the seconds of so many in a row."""
+    """Return the tokens that one verification runs, and the seconds of `times` in a row."""
     rows, vocab = case.rows, model.config.get_text_config().vocab_size
     shape = (rows, case.context + case.gap + times + DRAFTED + 2)
     generator = torch.Generator().manual_seed(0)
@@ -79,9 +79,9 @@ def measure(
     repeats: int,
     times: int = 5,
 ) -> list[dict[str, Any]]:
-    """One record per case, mode and repetition: median seconds of a verification.
+    """Return one record per case, mode and repetition: median seconds of a verification.
 
-    The first repetition is not recorded, nor is the first forward of each.
+    The first repetition and the first forward pass of each are warm-up and not recorded.
     """
     records = []
     for repeat, case, mode in product(range(repeats + 1), cases, MODES):
@@ -92,7 +92,7 @@ def measure(
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per batch size and gap the milliseconds of each mode, medians over repetitions."""
+    """Return milliseconds of each mode per batch size and gap, medians over repetitions."""
     rows = []
     for size, gap in dict.fromkeys((record["rows"], record["gap"]) for record in records):
         mine = [one for one in records if (one["rows"], one["gap"]) == (size, gap)]
@@ -111,7 +111,7 @@ def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown of a summary."""
+    """Return the summary as a Markdown table."""
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "batch": lambda row: str(row["rows"]),
         "gap": lambda row: str(row["gap"]),
@@ -134,7 +134,7 @@ def _saved(row: Mapping[str, Any], mode: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table."""
+    """Run the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 24])

@@ -1,42 +1,42 @@
-"""How much padding rows of one batch need if they must stay aligned, by a model of acceptance.
+"""Padding needed to keep the rows of a batch aligned, by a model of acceptance.
 
-The model of Ni et al. 2024 (arXiv 2405.07542, Appendix B): every next token is right with
-probability p, for each row and place alone, so that a row gains X tokens in a step, at most `cap`
-(the draft and one more), with
+In the model of Ni et al. 2024 (arXiv 2405.07542, Appendix B), every next token is accepted with
+probability p, independently for each row and position. A row then gains X tokens in a step, at most
+`cap` (the draft and the bonus token), with
 
     P(X >= k) = p^(k-1),   E[X] = sum_k p^(k-1),   E[max of B rows] = sum_k 1 - (1 - p^(k-1))^B
 
 over k = 1 .. cap. The padding ratio is (E[max] - E[X]) / E[X], equation 10. The paper estimates it
-by simulation; with a cap the sums are finite.
+by simulation; with a cap, the sums are finite.
 """
 
 from __future__ import annotations
 
 
 def expected_gain(accuracy: float, batch_size: int, cap: int) -> float:
-    """Expected tokens gained in a step by the row of a batch that gains most; E[X] for one row.
+    """Return the expected maximum of tokens gained in a step over the rows; E[X] for one row.
 
     Args:
-        accuracy: p, probability that the next token of a draft is right.
+        accuracy: p, probability that the next token of a draft is accepted.
         batch_size: B.
-        cap: most tokens that a row can gain.
+        cap: maximum number of tokens that a row can gain.
     """
     reach = [accuracy**place for place in range(cap)]
     return sum(1 - (1 - chance) ** batch_size for chance in reach)
 
 
 def padding_ratio(accuracy: float, batch_size: int, cap: int) -> float:
-    """Expected padding per token gained, of rows that accept alike."""
+    """Return the expected padding per gained token for rows with equal acceptance."""
     mean = expected_gain(accuracy, 1, cap)
     return (expected_gain(accuracy, batch_size, cap) - mean) / mean
 
 
 def accuracy_for(gain: float, cap: int) -> float:
-    """The p for which a row gains so many tokens a step on average.
+    """Return the p for which the mean gain of a row is `gain` tokens per step.
 
     Args:
-        gain: between 1 and `cap`; what lies beyond is taken for the nearer of them.
-        cap: most tokens that a row can gain.
+        gain: mean tokens per step, clamped to the range from 1 to `cap`.
+        cap: maximum number of tokens that a row can gain.
     """
     low, high = 0.0, 1.0
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""What the number of adaptive tokens does: Figures 3 and 4 of the SDSAT paper, from bench records.
+"""Effect of the number of adaptive tokens: figures 3 and 4 of the SDSAT paper, from bench records.
 
 Run as `python -m examples.studies.sdsat.adaptive_figures RECORDS.json --out plot.png` on the
 records of a benchmark with contenders such as `sdsat:num_adaptive=3@ADAPTER`.
@@ -26,15 +26,15 @@ ROUNDS = ("verify_rounds", "fused_rounds")
 
 
 def figures(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, dict[str, float]]]:
-    """What each loop reached with k adaptive tokens, over all prompts and repetitions.
+    """Return the figures of each loop with k adaptive tokens, over all prompts and repetitions.
 
     Args:
-        records: of a benchmark, as dictionaries; those of other strategies are left out.
+        records: benchmark records as dictionaries; other strategies are ignored.
 
     Returns:
-        "two forwards", "fused" or either with its tree -> k -> the figures named in `FIGURES`,
-        with "tokens_per_forward" and "ratio", the total time of plain generate over the loop's. A
-        loop is what ends with a verification.
+        Loop -> k -> the figures named in `FIGURES`. The loop is "two forwards" or "fused", or
+        either with its tree. "ratio" is the total time of plain `generate()` divided by that of
+        the loop. A loop ends with a verification.
     """
     groups: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
@@ -76,8 +76,8 @@ def plot(found: Mapping[str, Mapping[int, Mapping[str, float]]], path: Path) -> 
     """Draw every figure over k, a line for each loop.
 
     Args:
-        found: what `figures` gives.
-        path: file to write; its ending names the format.
+        found: result of `figures`.
+        path: file to write; its suffix sets the format.
     """
     from matplotlib.figure import Figure
 
@@ -95,7 +95,7 @@ def plot(found: Mapping[str, Mapping[int, Mapping[str, float]]], path: Path) -> 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", type=Path, help="JSON file of a benchmark")
     parser.add_argument("--out", type=Path, required=True, help="plot to write, .svg or .png")

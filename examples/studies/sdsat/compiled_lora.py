@@ -1,8 +1,8 @@
 """Measure the time that compiled layers with the gated LoRA of adaptive tokens save.
 
 Run as `python -m examples.studies.sdsat.compiled_lora --model MODEL --adapter ADAPTER`.
-Interleaved: plain `generate()`, `none`, `sdsat` with layers that run uncompiled in steps with
-adaptive tokens, and `sdsat` as it is.
+Interleaved: plain `generate()`, `none`, `sdsat` with uncompiled layers in steps with adaptive
+tokens, and unmodified `sdsat`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def lora_outside() -> Iterator[None]:
 
 
 def run(model: PreTrainedModel, name: str, given: Mapping[str, Any], adapter: str) -> Any:
-    """Generate as the contender of this name."""
+    """Return the output of the contender of this name."""
     options: dict[str, Any] = {"spec_strategy": "none"} if name == NONE else {}
     if name.startswith("sdsat"):
         length = int(name.rpartition("=")[2]) if "=" in name else None

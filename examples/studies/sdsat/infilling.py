@@ -1,15 +1,15 @@
-"""Does training adaptive tokens change how well a model fills in a line of code.
+"""Single-line code infilling before and after training adaptive tokens.
 
-As in tables 3 and 7 of Liu et al. 2024 (arXiv 2403.18647): single lines are masked, the model
-reads what is before and after in its infilling format, and its line must equal the masked one
-(Bavarian et al. 2022, arXiv 2207.14255). Lines are those of HumanEval's solutions, or of Python
-files. PSM orders prefix, suffix, and middle; SPM, the paper's, puts the suffix first. A `gated`
-adapter leaves greedy answers as they are, so for it the accepted tokens are counted.
+As in tables 3 and 7 of Liu et al. 2024 (arXiv 2403.18647), single lines are masked. The model
+reads the text before and after in its infilling format, and its line must equal the masked line
+(Bavarian et al. 2022, arXiv 2207.14255). The lines come from HumanEval solutions or from Python
+files. PSM orders prefix, suffix, and middle; SPM, used in the paper, puts the suffix first. A
+`gated` adapter does not change greedy answers, so its accepted tokens are counted instead.
 
     python -m examples.studies.sdsat.infilling --model MODEL --human-eval HumanEval.jsonl.gz \
         --adapter LORA --gated ADAPTER --out infilling.json
 
-The record is written after every line, and the same command continues it.
+The record is written after every line, and the same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEW_TOKENS = 32
 
 @dataclass(frozen=True)
 class Gap:
-    """A masked line (`middle`), its indentation included, and the text around it."""
+    """Masked line (`middle`), including its indentation, and the text around it."""
 
     name: str
     before: str
@@ -49,10 +49,10 @@ def gaps(name: str, head: str, code: str, context: int) -> Iterator[Gap]:
     """Yield a gap per line of `code` that is not empty, a comment, or a bracket alone.
 
     Args:
-        name: of the text.
+        name: name of the text.
         head: text before the code.
-        code: what is masked, line by line.
-        context: most lines before and after the gap.
+        code: text that is masked line by line.
+        context: maximum number of lines before and after the gap.
     """
     lines = code.splitlines()
     for number, line in enumerate(lines):
@@ -66,7 +66,7 @@ def gaps(name: str, head: str, code: str, context: int) -> Iterator[Gap]:
 
 
 def read_gaps(options: argparse.Namespace) -> list[Gap]:
-    """Return every N-th gap of the files of the command line."""
+    """Return every `options.every`-th gap of the files given on the command line."""
     found: list[Gap] = []
     for problem in task_quality.read(options.human_eval) if options.human_eval else []:
         texts = problem["prompt"], problem["canonical_solution"]
@@ -89,7 +89,7 @@ def arranged(infilling: Infilling, gap: Gap, order: str) -> Tensor:
 
 
 def fill(model: Any, infilling: Infilling, gap: Gap, order: str, gated: str | None) -> Any:
-    """Return whether the line is the masked one, the line itself, and the tokens accepted."""
+    """Return True if the line equals the masked one, the line itself, and the accepted tokens."""
     ids = arranged(infilling, gap, order).to(model.device)
     method = {"spec_strategy": "sdsat", "assistant": gated} if gated else {"spec_strategy": "none"}
     output = model.generate(
@@ -130,7 +130,7 @@ def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table."""
+    """Run the command line and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     loaded = task_quality.models(options.model, options.adapter, options.tuned, (), options.dtype)
     facts = {"environment": environment(), "model": timing.shown(options.model), **settings}
     for number, (name, model) in enumerate(loaded):
-        # Gated adapters change nothing but what is drafted.
+        # Gated adapters change only the drafts.
         for gated in [None, *options.gated] if number == 0 else [None]:
             label = Path(gated).name if gated else name
             known = {(r["gap"], r["order"]) for r in records if r["model"] == label}

@@ -1,10 +1,11 @@
-"""What training adaptive tokens did to the model itself: perplexity on texts it was not trained on.
+"""Effect of training adaptive tokens on the model itself: perplexity on held-out texts.
 
-Behind every text, in the same forward pass, follow adaptive tokens; for a model without them,
-ordinary tokens, so that both passes have one shape. With adapters of mode "gated" and "embeddings"
-the losses of the text are equal to the bit, unless the embeddings or the LoRA reach rows that are
-not theirs. A LoRA for all positions and a fine-tuned model (Liu et al. 2024, arXiv 2403.18647,
-section 3.4) have others. Run as `python -m examples.studies.sdsat.perplexity --help` says.
+Adaptive tokens follow every text in the same forward pass. A model without them gets ordinary
+tokens instead, so both passes have the same shape. With adapters of mode "gated" and "embeddings",
+the losses of the text are identical to the bit, unless the embeddings or the LoRA affect rows that
+are not theirs. A LoRA for all positions and a fine-tuned model (Liu et al. 2024, arXiv 2403.18647,
+section 3.4) have different losses. For usage, run
+`python -m examples.studies.sdsat.perplexity --help`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hf_spec.methods.sdsat.adaptive_tokens import (
 )
 from hf_spec.training.responses import Response, read_responses
 
-# Tokens behind every text.
+# Number of tokens appended to every text.
 NUM_ADAPTIVE = 3
 
 
@@ -37,14 +38,14 @@ NUM_ADAPTIVE = 3
 def losses(
     model: PreTrainedModel, texts: Sequence[Response], tokens: AdaptiveTokens | None = None
 ) -> Tensor:
-    """(N,) float32, the cross-entropy of every answer token in nats, one text a forward.
+    """Return the (N,) float32 cross-entropy of every answer token in nats.
 
     Args:
-        model: in evaluation mode, and with the adaptive tokens active if they are given.
-        texts: prompts with answers; the prompts are read, not counted.
-        tokens: what follows every text; by default tokens of the model's vocabulary.
+        model: in evaluation mode, with the adaptive tokens active if given.
+        texts: prompts with answers, one per forward pass; prompt tokens are not counted.
+        tokens: adaptive tokens to append. Default: ordinary tokens of the model's vocabulary.
     """
-    # The first kind is the only one that every adapter has.
+    # Only the first kind exists in every adapter.
     behind = [0] * NUM_ADAPTIVE if tokens is None else tokens.chain(1) * NUM_ADAPTIVE
     found = []
     for text in tqdm(texts, desc="texts", disable=None):
@@ -62,12 +63,12 @@ def losses(
 
 
 def with_adapter(model: PreTrainedModel, adapter: str | Path, texts: Sequence[Response]) -> Tensor:
-    """`losses` of a model that an SDSAT adapter is loaded into, adaptive tokens behind the texts.
+    """Return the `losses` of a model with an SDSAT adapter, adaptive tokens after the texts.
 
     Args:
-        model: the adapter's base; an adapter of mode "lora" is merged into it.
+        model: base of the adapter; an adapter of mode "lora" is merged into it.
         adapter: folder or Hub id.
-        texts: as for `losses`.
+        texts: see `losses`.
     """
     loaded = load_adapter(adapter, METHOD)
     if loaded.options.get("mode") == "lora":
@@ -78,13 +79,13 @@ def with_adapter(model: PreTrainedModel, adapter: str | Path, texts: Sequence[Re
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints a line of JSON per model."""
+    """Run the command line and print a line of JSON per model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="the base: folder or Hub id")
     parser.add_argument("--adapter", action="append", default=[], help="of SDSAT; may be repeated")
     parser.add_argument("--tuned", action="append", default=[], help="a fine-tuned model, likewise")
     parser.add_argument("--texts", type=Path, required=True, help="of `hf-spec train responses`")
-    parser.add_argument("--num-texts", type=int, help="the first so many; all by default")
+    parser.add_argument("--num-texts", type=int, help="only the first N texts")
     options = parser.parse_args(argv)
     texts = list(read_responses(options.texts))[: options.num_texts]
 

@@ -1,10 +1,10 @@
-"""Runs a program that a model wrote, in a process of its own with little time, memory and room.
+"""Sandbox for model-written programs: a child process with limited time, memory and disk space.
 
-Nothing of it is executed here. The child is given the program on its standard input, an empty
-folder and an empty environment, and limits itself before it reads a line: seconds of processor
-time, memory, size of files, no processes but itself (root is not held to that), and, where Linux
-lets it, a network namespace without any network. That keeps clumsy programs away from the machine,
-and a hostile one from the network alone: run this where nothing is that may not be read.
+This process does not execute any of the code. The child gets the program on standard input, an
+empty folder and an empty environment. Before it reads a line, it limits its CPU time, memory, file
+size and number of processes (root is exempt from the last). Where Linux permits, it also enters a
+network namespace without a network. This contains faulty programs, but keeps a hostile one only
+from the network: do not run it on a machine with files that must stay secret.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-# Read by the child. CLONE_NEWUSER | CLONE_NEWNET; a kernel may refuse them.
+# Code of the child. The flags are CLONE_NEWUSER | CLONE_NEWNET; a kernel may reject them.
 LAUNCHER = """
 import ctypes, resource, sys
 seconds, size = int(sys.argv[1]), int(sys.argv[2])
@@ -40,7 +40,7 @@ OUTPUT_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use: seconds of time, bytes of memory."""
+    """Limits of a program: time in seconds, memory in bytes."""
 
     seconds: int = 5
     memory: int = 1 << 29
@@ -48,12 +48,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """Outcome of a program.
 
     Attributes:
-        passed: whether it reached its end.
-        reason: why not: "error", "time", or "ended early" for one that stopped itself.
-        network: whether it could have reached one; False where it was stopped before it said so.
+        passed: True if it reached its end.
+        reason: why it failed: "error", "time", or "ended early" if it exited by itself.
+        network: True if a network was available; False if it was stopped before reporting it.
     """
 
     passed: bool
@@ -64,7 +64,7 @@ class Outcome:
 def run_program(program: str, limits: Limits | None = None) -> Outcome:
     """Run a Python program to its end, tests included."""
     limits = limits or Limits()
-    # A program that calls exit() has not passed the tests after it.
+    # A program that calls exit() skips the tests after it, so it must not count as passed.
     mark = secrets.token_hex(16)
     source = f"{program}\nprint({mark!r}, flush=True)\n"
     bounds = [str(limits.seconds), str(limits.memory)]
@@ -81,7 +81,7 @@ def run_program(program: str, limits: Limits | None = None) -> Outcome:
         try:
             child.communicate(source.encode(), timeout=limits.seconds + 1)
         except subprocess.TimeoutExpired:
-            # It leads a group of its own, with all that it may have started.
+            # Kill its whole process group, including any processes that it started.
             os.killpg(child.pid, signal.SIGKILL)
             child.communicate()
             return Outcome(False, "time")

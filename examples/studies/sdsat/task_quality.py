@@ -1,13 +1,13 @@
-"""Whether a training of adaptive tokens made the model worse, on tasks that can be right or wrong.
+"""Effect of training adaptive tokens on task accuracy.
 
-Perplexity on a model's own answers says that a model is another one, not that it is a better one
-(it falls with every training on such answers). So, as in tables 1 to 3 of Liu et al. 2024 (arXiv
-2403.18647): word problems whose last number must be the right one (the format of GSM8K), and
-functions that must pass their tests (the format of MBPP, pass@1, greedy), which are run in a
-process of their own with limits (`sandbox.py`). The problems beside this file were written for it;
-files in the format of the published sets can be given instead, and HumanEval besides. The record is
-written after every problem, and the same command continues it. Run as
-`python -m examples.studies.sdsat.task_quality --help` says.
+Perplexity on a model's own answers shows that a model changed, not that it improved: it falls with
+any training on such answers. As in tables 1 to 3 of Liu et al. 2024 (arXiv 2403.18647), this study
+uses math word problems and functions. The last number of a word problem must be correct (GSM8K
+format). A function must pass its tests (MBPP format, pass@1, greedy), which run in a separate
+process with limits (`sandbox.py`). The problems in this folder were written for this study. Files
+in the format of the published sets can be used instead, and HumanEval in addition. The record is
+written after every problem, and the same command resumes an interrupted run. For usage, run
+`python -m examples.studies.sdsat.task_quality --help`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROBLEMS = Path(__file__).with_name("problems")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
-# What is counted -> the kind of problem.
+# Metric -> kind of problem.
 SHARES = {"accuracy, math": "math", "pass@1, code": "code"}
 HUMAN_EVAL = "human_eval"
 
@@ -46,19 +46,19 @@ HUMAN_EVAL_PROMPT = "Complete the following Python function.\n\n```python\n{prom
 
 
 def final_number(text: str) -> float | None:
-    """The number after "####" if there is one, otherwise the last number of a text."""
+    """Return the number after "####" if there is one, otherwise the last number of a text."""
     found = NUMBER.findall(text.rpartition("####")[2])
     return float(found[-1].replace(",", "")) if found else None
 
 
 def code_of(text: str) -> str:
-    """The first fenced block of an answer; all of it if there is none."""
+    """Return the first fenced block of an answer, or the whole answer if there is none."""
     fenced = FENCED.search(text)
     return fenced[1] if fenced else text
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the problems of a file of JSON lines, which may be compressed."""
+    """Return the problems of a JSON lines file, which may be gzip-compressed."""
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file if line.strip()]
@@ -74,7 +74,7 @@ def question(kind: str, problem: Mapping[str, Any]) -> str:
 
 
 def judged(kind: str, problem: dict[str, Any], said: str) -> dict[str, Any]:
-    """Return whether an answer is right, as "right", and details."""
+    """Return a dict with "right", True if the answer is correct, and details."""
     if kind == "math":
         return judged_math(problem, said)
     if kind == HUMAN_EVAL:
@@ -83,20 +83,20 @@ def judged(kind: str, problem: dict[str, Any], said: str) -> dict[str, Any]:
 
 
 def passes(problem: dict[str, Any], said: str) -> bool:
-    """Return True if the code of an answer passes the tests of a problem of HumanEval."""
-    # The prompt has imports and helpers, which the answer may leave out.
+    """Return True if the code of an answer passes the tests of a HumanEval problem."""
+    # The prompt contains imports and helpers that the answer may omit.
     parts = [problem["prompt"] + "    pass", code_of(said), problem["test"]]
     check = f"check({problem['entry_point']})"
     return run_program("\n\n".join([*parts, check])).passed
 
 
 def judged_math(problem: dict[str, Any], said: str) -> dict[str, Any]:
-    """Whether the final number is that of the solution."""
+    """Return "right": True if the final number equals that of the solution."""
     return {"right": final_number(said) == final_number(problem["answer"])}
 
 
 def judged_code(problem: dict[str, Any], said: str, limits: Limits) -> dict[str, Any]:
-    """Whether the code passes the tests of the problem, in a process of its own."""
+    """Return the result of running the tests of the problem on the code in the sandbox."""
     setup = problem.get("test_setup_code", "")
     outcome = run_program("\n".join([setup, code_of(said), *problem["test_list"]]), limits)
     return {"right": outcome.passed, "reason": outcome.reason, "network": outcome.network}
@@ -104,7 +104,7 @@ def judged_code(problem: dict[str, Any], said: str, limits: Limits) -> dict[str,
 
 @torch.no_grad()
 def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, new_tokens: int) -> str:
-    """The greedy answer of a model, without drafts."""
+    """Return the greedy answer of a model without drafting."""
     ids = Prompt("", "", (prompt,)).encode(tokenizer).to(model.device)
     generated = model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
     said: str = tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True)
@@ -118,14 +118,14 @@ def judge(
     new_tokens: int,
     known: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a record per problem: its kind, whether the answer is right, and the answer itself.
+    """Yield a record per problem with its kind, the verdict, and the answer itself.
 
     Args:
-        model: what answers.
-        tokenizer: its own.
-        problems: by kind.
-        new_tokens: most tokens of an answer.
-        known: number of problems that are left out, the first ones.
+        model: model to evaluate.
+        tokenizer: tokenizer of the model.
+        problems: kind -> problems.
+        new_tokens: maximum number of tokens of an answer.
+        known: number of problems to skip, from the first.
     """
     numbered = [(kind, n, one) for kind, found in problems.items() for n, one in enumerate(found)]
     for kind, number, problem in tqdm(numbered[known:], desc="problems", disable=None):
@@ -134,7 +134,7 @@ def judge(
 
 
 def shares(records: Sequence[dict[str, Any]]) -> list[str]:
-    """How many of the problems of each kind have right answers, in the order of `SHARES`."""
+    """Return the number of correct answers of each kind, in the order of `SHARES`."""
     return [_share(records, kind) for kind in SHARES.values()]
 
 
@@ -144,7 +144,7 @@ def _share(records: Sequence[dict[str, Any]], kind: str) -> str:
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown: per model the share of right answers of each kind that was asked."""
+    """Return Markdown: per model, the correct answers of each kind in the records."""
     asked = {one["kind"] for records in results.values() for one in records}
     kinds = {**SHARES, "pass@1, HumanEval": HUMAN_EVAL}
     kinds = {head: kind for head, kind in kinds.items() if kind in asked}
@@ -156,7 +156,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every answer as JSON."""
+    """Run the command line, print the table, and write every answer as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="the base: folder or Hub id")
     parser.add_argument("--adapter", action="append", default=[], help="of SDSAT; may be repeated")
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--math", type=Path, default=PROBLEMS / "math.jsonl", help="as GSM8K's")
     parser.add_argument("--code", type=Path, default=PROBLEMS / "code.jsonl", help="as MBPP's")
     parser.add_argument("--human-eval", type=Path, help="HumanEval.jsonl.gz")
-    parser.add_argument("--num-problems", type=int, help="the first so many of each; all otherwise")
+    parser.add_argument("--num-problems", type=int, help="only the first N of each kind")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--out", type=Path, help="JSON file; answers that it knows are left out")
@@ -197,10 +197,10 @@ def models(
     known: Sequence[str] = (),
     dtype: str = "float32",
 ) -> Iterator[tuple[str, PreTrainedModel]]:
-    """The base, and what each training made of it, by the last part of its name.
+    """Yield the base and each trained model, with the last part of its name.
 
-    Those that are `known` are left out. Adapters of the modes "gated" and "embeddings" change
-    nothing that is answered, so they are refused.
+    Models in `known` are skipped. Adapters of mode "gated" or "embeddings" raise an error, because
+    they do not change the answers.
     """
 
     def load(name: str) -> PreTrainedModel:

@@ -1,13 +1,13 @@
-"""Poisonous requests and clients that leave, beside innocent ones: is any of these lost or changed?
+"""Robustness of a server: malicious requests and disconnects must not affect valid requests.
 
-32 clients send 200 requests each to one `hf-spec serve`, in turns. A tenth of the requests is
-poisonous: settings that a model does not have, numbers that are none, bodies of the wrong form, and
-settings that fail only while the answer is generated. Another tenth is canceled, streamed or not.
-The others are greedy and innocent; half of them are streamed. Each whole answer must be what plain
-`generate()` says in this process. The memory of the server is read after each turn.
+By default, 32 clients send 200 requests each per turn to one `hf-spec serve`. 10% of the requests
+are poisonous: unsupported settings, invalid numbers, malformed bodies, and settings that fail only
+during generation. Another 10% are canceled, streaming or not. The others are valid and greedy;
+half of them are streaming. Each complete answer must equal plain `generate()` in this process. The
+memory of the server is measured after each turn.
 
-Run as `python -m examples.studies.serving.hostile --help` says; needs the extra `serve`. Without
-`--model` it takes a tiny random model with the tokenizer of SmolLM2.
+For usage, run `python -m examples.studies.serving.hostile --help`; requires the extra `serve`.
+Default model: a tiny random model with the tokenizer of SmolLM2.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"do_sample": True, "eta_cutoff": float("nan")},
     {"no_repeat_ngram_size": 10**9},
     {"num_return_sequences": 10**9},
-    # Passes every check and makes an infinite score, from which nothing can be drawn.
+    # Passes every check but produces an infinite score, so sampling fails.
     {"do_sample": True, "eos_token_id": 2, "exponential_decay_length_penalty": [-5, 2e9]},
 ]
 FIELDS: list[dict[str, Any]] = [
@@ -67,19 +67,19 @@ POISON = [*FIELDS, *({"generation_config": json.dumps(config)} for config in CON
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: its number, which says its kind, and what is asked."""
+    """Request; its number determines its kind."""
 
     number: int
     text: str
 
     @property
     def kind(self) -> str:
-        """Of ten, one is poisonous and one is canceled."""
+        """Kind of the request: of every ten, one is poisonous and one is canceled."""
         return {3: POISONOUS, 7: CANCELED}.get(self.number % 10, INNOCENT)
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the request."""
+        """JSON body of the request."""
         round_number = self.number // 10
         streamed = bool((self.number + round_number) % 2)
         body: dict[str, Any] = {"messages": [{"role": "user", "content": self.text}]}
@@ -117,7 +117,7 @@ def write_tiny_model(folder: Path) -> None:
 
 
 async def ask(client: httpx2.AsyncClient, url: str, asked: Asked) -> dict[str, Any]:
-    """Ask once; the record has the status and the text."""
+    """Send one request and return a record with status and text."""
     record: dict[str, Any] = {"number": asked.number, "kind": asked.kind}
     content, headers = json.dumps(asked.body), {"Content-Type": "application/json"}
     request = client.build_request("POST", url, content=content, headers=headers, timeout=SECONDS)
@@ -137,7 +137,7 @@ async def ask(client: httpx2.AsyncClient, url: str, asked: Asked) -> dict[str, A
 
 
 async def _leave(client: httpx2.AsyncClient, request: Any, asked: Asked) -> dict[str, Any]:
-    """Leave after the first words, or after a moment where there is no stream."""
+    """Disconnect after the first line of a stream, or after 0.3 s without streaming."""
     if asked.body["stream"]:
         response = await client.send(request, stream=True)
         async for _ in response.aiter_lines():
@@ -153,7 +153,7 @@ async def _leave(client: httpx2.AsyncClient, request: Any, asked: Asked) -> dict
 
 
 async def ask_all(server: Server, asked: Sequence[Asked], clients: int) -> list[dict[str, Any]]:
-    """Send the requests from so many clients, each one request at a time."""
+    """Send the requests from `clients` concurrent clients, one request at a time each."""
     url = f"{server.url}/v1/chat/completions"
 
     async def one_client(mine: Sequence[Asked]) -> list[dict[str, Any]]:
@@ -165,7 +165,7 @@ async def ask_all(server: Server, asked: Sequence[Asked], clients: int) -> list[
 
 
 def judge(record: dict[str, Any], expected: str) -> bool:
-    """Whether a request ended as it should."""
+    """Return True if the request ended as expected for its kind."""
     if record["kind"] == INNOCENT:
         return record["status"] == 200 and record["text"] == expected
     if record["kind"] == CANCELED:
@@ -177,10 +177,10 @@ def judge(record: dict[str, Any], expected: str) -> bool:
 def turn(
     server: Server, number: int, arguments: argparse.Namespace, expected: dict[str, str]
 ) -> dict[str, Any]:
-    """Send the requests of one turn and wait until the server has nothing to do."""
+    """Send the requests of one turn and wait until the server is idle."""
     texts = list(expected)
     count = arguments.clients * arguments.requests
-    # Numbers run through the clients, so every client sends every kind.
+    # Consecutive numbers go to different clients, so every client sends every kind.
     asked = [Asked(n, texts[(n + number) % len(texts)]) for n in range(count)]
     began = time.perf_counter()
     records = asyncio.run(ask_all(server, asked, arguments.clients))
@@ -208,11 +208,11 @@ def _wait_until_idle(server: Server) -> None:
         if not (now["hf_spec_running"] or now["hf_spec_queue_length"]):
             return
         time.sleep(0.1)
-    raise RuntimeError("the server goes on though nobody waits for anything")
+    raise RuntimeError("the server still runs requests that no client waits for")
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Start the server, take the turns, and sum up."""
+    """Start the server, run all turns, and return the record."""
     if arguments.model is None:
         arguments.model = str(folder / "model")
         write_tiny_model(folder / "model")
@@ -236,7 +236,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="folder or Hub id; a tiny random model by default")
     parser.add_argument("--strategy", default="lookup")

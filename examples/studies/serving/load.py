@@ -1,14 +1,14 @@
-"""What a server does under load: 32 streams at a time, among them clients that go away or err.
+"""Servers under load: 32 concurrent requests, including canceled and malformed ones.
 
-`transformers serve`, the same with its continuous batching, and `hf-spec serve` without drafts and
-with a strategy are started beside each other on 127.0.0.1 with one model, and take turns: a part of
-the requests goes to each, to the first two perhaps a smaller one (`--beside`). Of ten
-requests one is cancelled after its first words, one is malformed and one has a prompt longer than
-the limit; the others are greedy, half of them streamed. Each must end as it should, and each whole
-answer must be what plain `generate()` says in this process. transformers' server knows no limit and
-gets no such prompts. Everything is bounded in count and time.
+Four servers with the same model run on 127.0.0.1: `transformers serve`, the same with continuous
+batching, and `hf-spec serve` without drafting and with a strategy. They take turns; the first two
+may get a smaller number of requests (`--beside`). Of every ten requests, one is canceled after its
+first words, one is malformed, and one has a prompt beyond the length limit. The others are greedy,
+half of them streaming. Each request must end as expected, and each complete answer must equal plain
+`generate()` in this process. The transformers server has no length limit, so it gets no such
+prompts. All counts and times are bounded.
 
-Run as `python -m examples.studies.serving.load --help` says; needs the extra `serve`.
+For usage, run `python -m examples.studies.serving.load --help`; requires the extra `serve`.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ WHOLE, STREAM, CANCELLED, MALFORMED, TOO_LONG = KINDS = (
     "too long",
 )
 ANSWERED = (WHOLE, STREAM)
-# Seconds: for a server to load its model, and for one request with all that wait before it.
+# Timeouts in seconds: to start a server, and for one request including its time in the queue.
 START_SECONDS, REQUEST_SECONDS = 120, 300
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: its number, its kind, and what is asked."""
+    """Request with its number and kind."""
 
     number: int
     kind: str
@@ -69,7 +69,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that was started here."""
+    """Server process started by this study."""
 
     name: str
     url: str
@@ -77,32 +77,32 @@ class Server:
 
     @property
     def memory(self) -> float:
-        """Resident memory of it and its children, in MiB."""
+        """Resident memory of the server and its child processes, in MiB."""
         everybody = [self.process, *self.process.children(recursive=True)]
         return sum(one.memory_info().rss for one in everybody) / MIB
 
     def metrics(self) -> dict[str, float]:
-        """What `/metrics` says, by name and labels."""
+        """Return the values of `/metrics` by name and labels."""
         lines = httpx2.get(f"{self.url}/metrics", timeout=30).text.splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
 
 def kind_of(number: int) -> str:
-    """The kinds in turn: of ten, seven are answered."""
+    """Return the kind of a request; of every ten, seven are answered."""
     return {3: CANCELLED, 6: MALFORMED, 9: TOO_LONG}.get(
         number % 10, STREAM if number % 2 else WHOLE
     )
 
 
 def requests(texts: Sequence[str], count: int) -> list[Asked]:
-    """So many requests, about the texts in turn."""
+    """Return `count` requests that cycle through the texts."""
     return [Asked(n, kind_of(n), texts[n % len(texts)]) for n in range(count)]
 
 
 @contextmanager
 def served(name: str, command: Sequence[str], log: Path) -> Iterator[Server]:
-    """Start a server on a free port, wait until it answers, and end it."""
+    """Start a server on a free port, wait until it responds, and stop it on exit."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -137,7 +137,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 async def ask_all(
     server: Server, model: str, asked: Sequence[Asked], streams: int, new_tokens: int
 ) -> list[dict[str, Any]]:
-    """A record per request, at most `streams` of them under way."""
+    """Send the requests, at most `streams` at a time, and return a record for each."""
     places = asyncio.Semaphore(streams)
     limits = httpx2.Limits(max_connections=streams)
     async with openai.AsyncOpenAI(
@@ -157,7 +157,7 @@ async def ask_all(
 
 
 async def ask(client: Any, model: str, request: Asked, new_tokens: int) -> dict[str, Any]:
-    """Ask once; the record says what came and when."""
+    """Send one request and return a record with status, text and times."""
     began = time.perf_counter()
     found: dict[str, Any] = {"number": request.number, "kind": request.kind, "status": 200}
     try:
@@ -193,7 +193,7 @@ async def _answer(
 
 
 def reference(model: Any, tokenizer: Any, texts: Sequence[str], new_tokens: int) -> dict[str, str]:
-    """What plain `generate()` answers."""
+    """Return the answers of plain `generate()` by text."""
     found = {}
     for text in texts:
         inputs = tokenizer.apply_chat_template(
@@ -209,7 +209,7 @@ def reference(model: Any, tokenizer: Any, texts: Sequence[str], new_tokens: int)
 
 
 def judge(record: dict[str, Any], asked: Asked, expected: str) -> bool:
-    """Whether a request ended as it should."""
+    """Return True if the request ended as expected for its kind."""
     if record["kind"] in ANSWERED:
         return record["status"] == 200 and record["text"] == expected
     if record["kind"] == CANCELLED:
@@ -218,13 +218,13 @@ def judge(record: dict[str, Any], asked: Asked, expected: str) -> bool:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """The 50th, 90th and 99th."""
+    """Return the 50th, 90th and 99th percentiles."""
     cuts = quantiles(seconds, n=100, method="inclusive")
     return {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
 
 
 def summary(records: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """One server: what came of its requests, and how long whole answers took."""
+    """Return the outcomes of the requests of one server and the latencies of its answers."""
     answered = [r for r in records if r["kind"] in ANSWERED]
     firsts = [r["first_seconds"] for r in answered if r.get("first_seconds") is not None]
     return {
@@ -240,7 +240,7 @@ def summary(records: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]
 
 
 def table(summaries: dict[str, dict[str, Any]]) -> str:
-    """Markdown."""
+    """Return the summaries as a Markdown table."""
     head = ["", "requests", "as expected", "answers per second", "answer p50", "p90", "p99"]
     rows = [
         [
@@ -256,13 +256,13 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start the servers, send the requests in turns, and sum up."""
+    """Start the servers, send them the requests in turns, and return the record."""
     model, tokenizer = load_model(arguments.model)
     texts = [prompt.turns[0][: arguments.letters] for prompt in load_prompts()][: arguments.prompts]
     expected = reference(model, tokenizer, texts, arguments.new_tokens)
     del model
     asked = requests(texts, arguments.requests)
-    # As long as the limit in tokens at least, since a token of a word has a letter.
+    # Every word is at least one token, so this exceeds the limit.
     endless = "the cat sat on the mat, " * arguments.max_length
     asked = [Asked(a.number, a.kind, endless) if a.kind == TOO_LONG else a for a in asked]
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
@@ -272,7 +272,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             stack.enter_context(served(name, command, arguments.logs / f"serve_{index}.log"))
             for index, (name, command) in enumerate(commands(arguments).items())
         ]
-        # First that before any request.
+        # The first value is the memory before any request.
         memory = {server.name: [server.memory] for server in servers}
         for part in parts(asked, arguments.parts):
             for server in servers:
@@ -298,7 +298,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
-    """How each server is started, without its address."""
+    """Return the command of each server, without its address."""
     ours = [sys.executable, "-m", "hf_spec", "serve", arguments.model, "--device", "cpu"]
     ours += [
         "--max-num-seqs",
@@ -313,14 +313,14 @@ def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
     theirs = "from transformers.cli.transformers import main; main()"
     plain = [sys.executable, "-c", theirs, "serve", arguments.model]
     plain += ["--device", "cpu", "--dtype", "float32"]
-    # Left to itself it takes more than half of a CPU's memory for keys and values.
+    # By default it reserves more than half of the memory of a CPU machine for its KV cache.
     batched = [*plain, "--continuous-batching", "--cb-num-blocks", "256"]
     batched += ["--cb-max-batch-tokens", "512"]
     return {PLAIN: plain, BATCHED: batched, UNDRAFTED: undrafted, SPECULATIVE: ours}
 
 
 def share(name: str, part: Sequence[Asked], arguments: argparse.Namespace) -> list[Asked]:
-    """What a server gets of a part: all of it, or what one without a limit is asked for."""
+    """Return the requests of a part for a server; transformers gets no overlong prompts."""
     if name in OURS:
         return list(part)
     count = arguments.beside or arguments.requests
@@ -328,25 +328,25 @@ def share(name: str, part: Sequence[Asked], arguments: argparse.Namespace) -> li
 
 
 def parts(asked: Sequence[Asked], count: int) -> list[Sequence[Asked]]:
-    """The requests in so many parts, one after the other."""
+    """Split the requests into `count` consecutive parts."""
     size = -(-len(asked) // count)
     return [asked[start : start + size] for start in range(0, len(asked), size)]
 
 
 def _idle(server: Server) -> Server:
-    """The same server, once it has nothing to do, as far as that can be seen."""
+    """Return the server once it is idle; a transformers server is returned immediately."""
     if server.name in OURS:
         for _ in range(200):
             now = server.metrics()
             if not (now["hf_spec_running"] or now["hf_spec_queue_length"]):
                 return server
             time.sleep(0.1)
-        raise RuntimeError("the server goes on though nobody waits for anything")
+        raise RuntimeError("the server still runs requests that no client waits for")
     return server
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--strategy", default="auto")
@@ -367,7 +367,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = arguments_of(argv)
-    # The servers compare under the same conditions, and neither looks for a Hub.
+    # All servers run under the same conditions and do not contact the Hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     found = run(arguments)
     arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,12 +1,12 @@
-"""Speed by the number of streams: from which load on drafts do not pay.
+"""Speed by the number of concurrent sequences: the load above which drafting does not pay off.
 
     python -m examples.studies.serving.load_curve --model MODEL --strategy lookup --strategy auto \
         --prompt-tokens 128 --new-tokens 32 --out load_curve.json
 
-At a load of N, `generate_batch` runs N sequences of equal length. Whole rounds are counted from
-the first tokens of all of them to the end of the first one, so that neither prompts nor free places
-matter. `none` and the strategies take turns, after a first turn that is not counted. A command that
-was stopped goes on with the first load that `--out` has not.
+At a load of N, `generate_batch` runs N sequences of equal length. Complete rounds are counted from
+when all sequences have their first token until the first sequence ends, so neither prefill nor free
+slots affect the result. `none` and the strategies alternate, after a first turn that is not
+counted. The same command resumes an interrupted run at the first load that is missing in `--out`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hf_spec.evaluation.bench.entries import Entry, parse_entries
 from hf_spec.evaluation.bench.tables import Table
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
-# Sequences at low loads, in turn.
+# Minimum number of sequences per load; low loads run them in several batches.
 FEWEST = 8
 
 
 class EndOfWindowError(Exception):
-    """Ends a run while its other sequences are going."""
+    """Raised to end a run when the first of its sequences ends."""
 
 
 class Window(BatchStreamer):
-    """Collects answers, and notes time and tokens at the rounds in which all streams take part."""
+    """Streamer that records time and token count of rounds in which all streams take part."""
 
     def __init__(self, streams: int):
         super().__init__(self.take, self.end)
@@ -47,20 +47,20 @@ class Window(BatchStreamer):
         self.rounds: list[tuple[float, int]] = []
 
     def take(self, index: int, tokens: list[int]) -> None:
-        """Store tokens; those of the first sequence are the first ones of a round."""
+        """Store tokens; each round starts with tokens of the first sequence."""
         if index == 0 and len(self.answers) == self.streams:
             self.rounds.append((time.perf_counter(), sum(map(len, self.answers.values()))))
         self.answers[index] += tokens
 
     def end(self, index: int) -> None:
-        """Stop at the first end."""
+        """Stop when the first sequence ends."""
         raise EndOfWindowError
 
 
 def answer(
     model: Any, entry: Entry, prompts: Sequence[list[int]], load: int, new_tokens: int
 ) -> dict[str, Any]:
-    """Answer prompts with `load` streams; return time and tokens of the windows, and answers."""
+    """Run prompts with `load` streams; return time and tokens of the windows, and answers."""
     seconds, count, answers = 0.0, 0, []
     for start in range(0, max(load, FEWEST), load):
         window = Window(load)
@@ -87,13 +87,13 @@ def answer(
 
 
 def agree(answers: Sequence[list[int]], others: Sequence[list[int]]) -> bool:
-    """Return True if the answers are equal as far as both go."""
+    """Return True if the answers are equal up to the shorter length of each pair."""
     pairs = zip(answers, others, strict=True)
     return all(a == b for pair in pairs for a, b in zip(*pair, strict=False))
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return Markdown: per load and strategy tokens per second, and the ratio to `none`."""
+    """Return Markdown: tokens per second of each load and strategy, and speedup over `none`."""
     names = list(dict.fromkeys(record["strategy"] for record in records))
     rows = []
     for load in dict.fromkeys(record["load"] for record in records):
@@ -111,7 +111,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every run as JSON."""
+    """Run the command line, print the table, and write every run as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
                 answers = run.pop("answers")
                 plain = plain or answers
                 run["equal"] = agree(answers, plain)
-            # The first turn packs weights and measures costs.
+            # Skip the first turn, which packs weights and measures costs.
             records += sorted(runs, key=lambda run: run["strategy"] != "none") if repeat else []
         timing.write_record(options, {**settings, "records": records})
         print(table(records), flush=True)

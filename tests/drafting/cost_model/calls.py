@@ -1,4 +1,4 @@
-"""Calls of the tiny Llama with the strategies whose draft length the cost model chooses."""
+"""Calls of the tiny Llama with strategies whose draft length is set by the cost model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def assistant(name: str) -> Any:
 
 
 def generate(strategy: Any, given: Any, kind: str = "one", **settings: Any) -> Any:
-    """Return the output of a greedy call on the prompts `kind`, with the assistant `given`."""
+    """Return the greedy output for the prompts `kind` with the assistant `given`."""
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **settings}
     return build("llama").generate(
         **prompts("llama", kind),

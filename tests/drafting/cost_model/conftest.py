@@ -1,4 +1,4 @@
-"""Costs of the cost model's tests, which each set their own."""
+"""Fixtures of the cost model's tests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 
 @pytest.fixture(autouse=True)
 def cheap_drafts() -> None:
-    """Here every test sets its own costs, or times for real."""
+    """Override the parent fixture: tests here set their own costs or measure real times."""
 
 
 @pytest.fixture
 def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
-    """Set the cost of a node and of a drafter's forward pass, in those of the target."""
+    """Set the costs of a node and of a draft forward pass, relative to the target's."""
 
     def set_costs(node: float, forward: float) -> None:
         monkeypatch.setattr(cost_model_drafter, "cached_times", lambda *_: RoundTimes())

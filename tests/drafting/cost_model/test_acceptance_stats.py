@@ -35,7 +35,7 @@ PARENTS = [-1, 0, 0, 1, 1, 3]
 
 
 class Fixed(Drafter):
-    """Drafts the same tree in every round, and stores the verdicts."""
+    """Drafter that returns the same tree every round and stores the verdicts."""
 
     def __init__(self, probs: list[float] | None = None, hidden: bool = False):
         self.probs = probs
@@ -68,7 +68,7 @@ def asked(source: DraftSource, depth: int = 3, rows: int = 1) -> DraftSource:
 
 
 def said(*tokens: int) -> Verdict:
-    """The verdict on another tree, a chain of all but the last of the tokens."""
+    """Return the verdict on a different tree: a chain of all tokens but the last."""
     chain = [ROOT, *tokens[:-1]]
     tree = DraftTree.from_rows([(chain, list(range(-1, len(chain) - 1)))])
     return Verdict(tree, [list(range(1, len(chain)))], [tokens[-1]])
@@ -104,7 +104,7 @@ class TestRates:
         assert faded.rate(1) == pytest.approx(low)
         for each in (rates, faded):
             each.count(1, True)
-        # The weight is that of the prior again.
+        # The weight has returned to that of the prior.
         assert faded.rate(1) == pytest.approx((3 * 0.95 * low + 1) / (3 * 0.95 + 1))
         assert rates.rate(1) < 0.2
 
@@ -157,7 +157,7 @@ class TestDraftSource:
         weight = 0.95 * PRIOR_WEIGHT
         assert after[1] == pytest.approx((weight * 0.5 + 1) / (weight + 1))
         assert after[2] == pytest.approx(weight * 0.125 / (weight + 1))
-        # Token 12 stood second below 10, token 11 first.
+        # Token 11 is the first child of 10, token 12 the second.
         assert after[4] / after[1] > before[4] / before[1]
         assert after[3] / after[1] < before[3] / before[1]
 
@@ -174,7 +174,7 @@ class TestDraftSource:
         source = asked(DraftSource("s", Fixed(), 3))
         source.observe(said(10, 12, 99), NOTHING)
         assert source.chain_rate(0, 1) == source.level_rate(0, 1) > LEVEL_PRIOR
-        # Token 12 stood second below 10.
+        # Token 12 is the second child of 10.
         assert source.chain_rate(0, 2) < source.chain_rate(0, 1) < source.level_rate(0, 2)
         before = source.chain_rate(0, 1)
         source.draft(state_of(), {0: 0})
@@ -234,7 +234,7 @@ class TestDraftSource:
             source.observe(said(*tokens), NOTHING)
             outcome = source.drafter.outcomes[-1]  # type: ignore[attr-defined]
             assert outcome.tree is source.tree
-            # The bonus token is not an accepted one, even if the tree has it.
+            # The bonus token does not count as accepted, even if it is in the tree.
             assert outcome.accepted == [path]
 
     def test_a_drafter_that_reads_hidden_states_gets_the_verdict_on_the_tree_that_was_run(

@@ -21,7 +21,7 @@ from tests.tiny_models import build, draft_model, prompts
 
 
 class TestNodes:
-    """`max_nodes="auto"` where the length of drafts is given."""
+    """`max_nodes="auto"` with a fixed draft length."""
 
     @pytest.mark.parametrize(
         ("kind", "policy"),
@@ -38,8 +38,8 @@ class TestNodes:
             sent.append(stats.drafted_tokens / stats.target_forwards)
             drafted.append(stats.draft_forwards / stats.target_forwards)
         assert sent[0] > sent[1] >= sent[2] == 0
-        # Drafts have the length of the policy at any cost; the prompt's round and the last one
-        # have no room.
+        # The policy sets the draft length at any cost. The prompt's round and the last round leave
+        # no room for a draft.
         assert min(drafted) > 0.7
 
     @pytest.mark.parametrize("cost", [0.0, 3.0])

@@ -81,7 +81,7 @@ class TestLearnedCurve:
 
     def test_sizes_between_count_for_the_next_larger_one_in_proportion(self) -> None:
         assert curve((9, 10.0))(8) == pytest.approx(9.0)
-        # The first node of a tile is expensive, and the step without it stays as cheap as it was.
+        # The first node of a tile is expensive, but the step without it stays cheap.
         for rows in (1, 4, 7, 8, 16, 64):
             assert curve((rows, 1.0), *[(rows + 1, 3.0)] * 9)(rows) == 1.0
 
@@ -92,11 +92,11 @@ class TestLearnedCurve:
     def test_a_hiccup_counts_for_little(self) -> None:
         known = curve(*[(1, 1.0)] * 20, (1, 500.0))
         assert known(1) == 1.0
-        # At a size that is new, too: it would never be tried again.
+        # This holds for a new size too; otherwise it would never be tried again.
         assert curve((1, 1.0), (8, 500.0))(8) == 4.5
 
     def test_the_median_of_the_first_times_counts(self) -> None:
-        """The very first one, which has nothing to be bounded by, as well."""
+        """This includes the very first timing, which has no bound."""
         for first in itertools.permutations((1.0, 1.1, 30.0)):
             assert curve(*[(1, seconds) for seconds in first])(1) == 1.1
             assert curve(*[(1, seconds) for seconds in first[:2]])(1) == min(first[:2])
@@ -126,23 +126,23 @@ class TestLearnedCurve:
         assert known(1) == pytest.approx(3.0 * 2 / 17)
 
     def test_timings_of_one_size_show_how_slow_the_machine_is(self) -> None:
-        """Else a step without a draft would seem slow after a machine got faster."""
+        """Otherwise steps without a draft would keep a high cost after the machine gets faster."""
         known = curve(*[(16, 1.0)] * 3, *[(20, 1.2)] * 3)
         for _ in range(5):
             known.learn(20, 0.9)
         assert known(20) == pytest.approx(0.9)
         assert known(16) == pytest.approx(0.75)
-        # Outliers do not count, however many.
+        # Outliers are ignored, even repeated ones.
         for _ in range(9):
             known.learn(20, 9.0)
         assert known(16) == pytest.approx(0.75)
-        # Nor do timings of a new size, or of one between knots.
+        # Timings of a new size or of a size between knots are ignored too.
         for size in (40, 40, 40, 17, 17, 17):
             known.learn(size, 9.0)
         assert known(16) == pytest.approx(0.75)
 
     def test_nodes_beyond_the_largest_size_cost_as_much_as_those_before(self) -> None:
-        """The expected cost grows by a sixth here, as with few nodes."""
+        """The expected cost alone would grow by only 13% from 24 to 40 nodes."""
         known = LearnedCurve(lambda size: 1.0 + 0.01 * size)
         for size, seconds in ((16, 1.6), (24, 2.4)):
             known.learn(size, seconds)
@@ -159,7 +159,7 @@ class TestLearnedCurve:
         assert curve().largest_trial == math.inf
         assert curve((1, 1.0)).largest_trial == 8
         assert curve((64, 1.0)).largest_trial == 96
-        # One timing that is much longer than expected is not believed, nor tried further.
+        # A single timing far above the expectation is not trusted, and larger sizes are not tried.
         assert curve((64, 1.0), (96, 3.0)).largest_trial == 96
         assert curve((64, 1.0), (96, 3.0), (96, 3.0)).largest_trial == 144
 
@@ -171,7 +171,7 @@ class TestLearnedCurve:
         shared = curve((1, 1.0), (8, 2.0), (8, 2.0))
 
         class Size(float):
-            """Compared, it lets another generation learn and forget."""
+            """Size whose comparisons make another generation learn and forget timings."""
 
             def __gt__(self, other: object) -> bool:
                 for _ in range(LIFETIME):
@@ -231,7 +231,7 @@ class TestRoundTimes:
         assert draft(1) == pytest.approx(0.8)
 
     def test_reading_is_apart_from_drafting(self) -> None:
-        """The first draft after a prompt, and one after many rounds without a draft."""
+        """A drafter reads after a prompt, and after many rounds without a draft."""
         times = RoundTimes()
         costs = times.costs({"draft": levels})
         times.learn(1, 1.0, {"draft": (1, 300, 90.0)})
@@ -243,7 +243,7 @@ class TestRoundTimes:
         times.learn(1, 1.0, {"draft": (1, 40, 0.7)})
         assert costs.draft["draft"](1) == pytest.approx(0.2)
         assert costs.read["draft"](80) == pytest.approx(1.0)
-        # A compilation, which does not happen again.
+        # A one-time compilation.
         times.learn(1, 1.0, {"draft": (1, 40, 600.0)})
         assert costs.read["draft"](80) <= 1.2
 
@@ -269,7 +269,7 @@ class TestRoundTimes:
         assert times.verify.is_reliable(4)
 
     def test_target_times_that_are_not_known(self) -> None:
-        """Drafts are learned from after the first time of the target, which gives the unit."""
+        """Draft timings are used only after the first target timing, which sets the unit."""
         times = RoundTimes()
         draft = times.costs({"draft": levels}).draft["draft"]
         times.learn(1, None, {"draft": (1, 1, 0.002)})

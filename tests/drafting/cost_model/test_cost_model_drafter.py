@@ -1,4 +1,4 @@
-"""The cost model end to end: exact output; costs and acceptance rates decide what is drafted."""
+"""The cost model end to end: exact output, and drafts that follow costs and acceptance rates."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TestTimes:
         monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
         monkeypatch.setattr(DraftModelDrafter, "relative_cost", lambda *_: 0.1)
         stats = generate("draft", draft_model("llama")).spec_stats
-        # The first round runs the prompt and is not timed.
+        # The first round is the prefill and is not timed.
         assert len(learned) == stats.target_forwards - 1
         drafts = [spent["draft"] for *_, spent in learned if "draft" in spent]
         assert all(verify > 0 for _, verify, _ in learned)
@@ -133,7 +133,7 @@ class TestTimes:
         assert 0 < len(learned) <= 3 * 3
 
     def test_drafts_follow_the_time_that_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A draft model that takes as long as the target is given up, though it is always right."""
+        """A draft model as slow as the target is dropped, although it is always right."""
         now = [0.0]
         forward = ModelRunner.forward
 
@@ -149,7 +149,7 @@ class TestTimes:
 
 
 class Machine:
-    """A clock that runs while models do: a step of the target takes 1, another node `node`."""
+    """Clock driven by forward passes: a target step takes 1, each further node `node`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, node: float, forward: float):
         self.now = 0.0
@@ -166,7 +166,7 @@ class Machine:
         monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
 
     def lost(self, given: Any, strategy: Any = "auto", new_tokens: int = 100) -> tuple[float, Any]:
-        """Plain steps that a generation took more than plain decoding, and its statistics."""
+        """Return the time lost against plain decoding, in plain steps, and the statistics."""
         start = self.now
         stats = generate(strategy, given, max_new_tokens=new_tokens).spec_stats
         return self.now - start - new_tokens, stats
@@ -181,16 +181,16 @@ class TestLosses:
         wrong, forward = hf_spec.truncated_draft(build("llama", seed=5), 1), 0.2
         machine = Machine(monkeypatch, 0.04, forward)
         lost = [machine.lost(wrong, strategy) for _ in range(3)]
-        # `auto` also learns what nodes of lookups cost.
+        # `auto` also measures the cost of lookup nodes.
         assert lost[0][0] <= (4.5 if strategy == "auto" else 2.5)
         assert all(steps <= 1.0 for steps, _ in lost[1:])
         for _, stats in lost:
-            # A text of a tiny model repeats itself, so that lookups pay.
+            # The output of a tiny model is repetitive, so lookups pay off.
             asked = stats.counters["asked_tree" if strategy == "auto" else f"asked_{strategy}"]
             assert 1 <= asked <= 8
 
     def test_drafts_that_begin_to_pay_are_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A bad start does not end drafting."""
+        """Drafting resumes after a bad start."""
         machine = Machine(monkeypatch, 0.02, 0.3)
         right = copy.deepcopy(build("llama"))
         observe = DraftSource.observe
@@ -264,7 +264,7 @@ class TestLosses:
 
 
 class Copies(Drafter):
-    """Chains of eight tokens in a share of rounds; each token is right at a rate."""
+    """Drafts 8-token chains in `share` of the rounds; each token is right with chance `rate`."""
 
     def __init__(self, rate: float, share: float):
         self.rate, self.share, self.dice = rate, share, random.Random(0)
@@ -288,7 +288,7 @@ class Copies(Drafter):
 
 
 class Load:
-    """Rounds of many rows without a model, on a clock that only the target moves.
+    """Rounds of many rows without a model, on a clock driven only by the target.
 
     A forward pass over n nodes takes `cost(n)` seconds. The target's token at a position is the
     position.
@@ -301,7 +301,7 @@ class Load:
         monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
 
     def run(self, copies: Copies, rounds: int) -> tuple[list[float], list[int]]:
-        """Return per round its speed in those of plain steps, and the nodes that were sent."""
+        """Return the speed of each round relative to plain steps, and its number of sent nodes."""
         source = DraftSource("copies", copies, 8, (0.8, 0.9))
         drafter = CostModelDrafter([source], [], build("llama"), "load", Bounds(16, 40))
         ids = torch.tensor([[7, 8, 9]]).expand(self.rows, -1)
@@ -332,12 +332,12 @@ class Load:
 
 
 def pace(speeds: list[float]) -> float:
-    """Return the speed of rounds of equal gains."""
+    """Return the harmonic mean, the overall speed of rounds with equal gains."""
     return len(speeds) / sum(1 / speed for speed in speeds)
 
 
 class TestLoads:
-    """At high loads every node costs, so that no draft pays."""
+    """Under high load every node costs time, so no draft pays off."""
 
     @pytest.mark.by_default(rows=(16,))
     @pytest.mark.parametrize("rows", [16, 64])
@@ -363,7 +363,7 @@ class TestLoads:
     def test_the_cost_of_plain_steps_is_not_forgotten(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Where each round drafts, only the cost of larger forward passes is measured."""
+        """If every round drafts, only larger forward passes are timed."""
         load = Load(monkeypatch, 64, lambda n: 1 + n / 32)
         speeds, _ = load.run(Copies(0.6, 1.0), 300)
         assert pace(speeds[100:]) >= 0.98
@@ -380,16 +380,16 @@ class TestLoads:
 
         monkeypatch.setattr(copies, "draft", slow)
         load.run(copies, 300)
-        # A tenth of a round each.
+        # Each draft takes a tenth of a round.
         assert 10 < copies.drafted < 60
-        # The next generation waits sooner.
+        # The next generation backs off sooner.
         before = copies.drafted
         load.run(copies, 20)
         assert copies.drafted - before <= 5
 
     def test_a_machine_that_gets_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its first steps were slow, so that drafts that do not pay seem to."""
-        # Three steps of 16 nodes each.
+        """Slow first steps make unprofitable drafts look profitable."""
+        # The slow phase lasts three steps of 16 nodes each.
         load = Load(monkeypatch, 16, lambda n: n * (1.3 if load.now < 60 else 1.0))
         speeds, sent = load.run(Copies(0.6, 1.0), 250)
         assert sent[:3] == [0, 0, 0]
@@ -407,7 +407,7 @@ def test_transformers_own_loop_is_refused_with_the_way_out() -> None:
 def test_the_draft_that_reads_the_prompt_is_not_timed_as_a_draft(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head has its prompt a round later than the target."""
+    """A head processes the prompt one round after the target."""
     unread: list[int] = []
 
     def learn(self: RoundTimes, nodes: float, seconds: float, drafts: Any) -> None:

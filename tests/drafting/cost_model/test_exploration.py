@@ -1,4 +1,4 @@
-"""When a drafter is tried again although it is not expected to pay."""
+"""Exploration: retries of a drafter that is not expected to pay off."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_spec.drafting.cost_model.exploration import (
 
 
 def trials(cost: float, rounds: int) -> list[int]:
-    """The rounds in which a drafter that never pays is tried."""
+    """Return the rounds in which a drafter that never pays off is tried."""
     exploration, tried = Exploration(), []
     for number in range(rounds):
         due = exploration.is_due(cost)
@@ -66,11 +66,11 @@ class TestBackoff:
         waits = [later - earlier - 1 for earlier, later in itertools.pairwise(drafted)]
         assert waits[: PATIENCE - 1] == [0] * (PATIENCE - 1)
         assert waits[PATIENCE - 1 :][:5] == [1, 2, 4, 8, 16]
-        # 0.1 of a round in every 21.
+        # One draft, 0.1 of a round, in every 21 rounds.
         assert set(waits[PATIENCE + 4 :]) == {20}
 
     def test_the_next_generation_waits_sooner(self) -> None:
-        """Without sent drafts; it still begins with one."""
+        """If no draft was sent, it waits sooner, but still starts with one draft."""
         for idle, first in ((0, PATIENCE), (4, PATIENCE - 2), (MOST_IDLE, 1), (10**6, 1)):
             backoff, drafts = Backoff.after(idle), 0
             while backoff.is_due():

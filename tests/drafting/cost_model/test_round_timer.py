@@ -1,4 +1,4 @@
-"""When rounds are recorded; devices are tested in `backend/device/test_clock.py`."""
+"""Recording of round times; device clocks are tested in `backend/device/test_clock.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_spec.drafting.cost_model.round_timer import RoundTimer
 
 
 class Lagging(Clock):
-    """Marks are moments of `now`, and have passed up to `known`."""
+    """Clock whose marks are values of `now`; marks up to `known` have passed."""
 
     now = known = 0.0
 
@@ -30,7 +30,7 @@ class Lagging(Clock):
 
 @pytest.fixture
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Fills with what the times are told."""
+    """Return a list that collects the arguments of `RoundTimes.learn`."""
     found: list[Any] = []
     monkeypatch.setattr(RoundTimes, "learn", lambda _, *told: found.append(told))
     return found
@@ -42,7 +42,7 @@ def rounds(clock: Clock, times: RoundTimes | None) -> RoundTimer:
 
 
 def one_round(timed: RoundTimer, clock: Lagging) -> float:
-    """Drafts for 3 seconds with two forwards, and verifies for 4; what was known of the drafts."""
+    """Draft for 3 s in two forward passes, verify for 4 s, and return the reported draft time."""
     drafter: Any = SimpleNamespace(forwards=0)
     timed.begin()
     with timed.time_draft("draft", drafter, 2, 7):
@@ -58,11 +58,11 @@ def one_round(timed: RoundTimer, clock: Lagging) -> float:
 def test_a_round_is_learned_from_when_its_time_is_known(learned: list[Any]) -> None:
     clock = Lagging()
     timed = rounds(clock, RoundTimes())
-    # The draft is expected to take as long as such drafts do.
+    # The draft time is not available yet, so the expected cost is used.
     assert one_round(timed, clock) == 10.0
     clock.known = clock.now
     assert one_round(timed, clock) == 10.0
-    # The first round runs the prompt.
+    # The first round is the prefill.
     assert learned == []
     clock.known = clock.now
     timed.begin()

@@ -1,4 +1,4 @@
-"""The chosen nodes are optimal; the chosen drafters follow from costs and acceptance rates."""
+"""Selection: chosen nodes are optimal, drafters follow costs and acceptance rates."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hf_spec.drafting.cost_model.selection import (
 
 
 def costs(per_node: float = 0.05, **draft: float) -> Costs:
-    """A forward pass over one node takes one second; a level of a drafter takes `draft` seconds."""
+    """Return costs: 1 s for one node in a forward pass, `draft` seconds per draft level."""
     curves = {name: Curve([(0, 0.0), (1, seconds)]) for name, seconds in draft.items()}
     return Costs(Curve([(1, 1.0), (2, 1.0 + per_node)]), curves)
 
 
 def tree(*nodes: tuple[int, float]) -> MergedTree:
-    """A tree from (parent, value) of each node."""
+    """Return a tree built from the (parent, value) of each node."""
     merged = MergedTree(5)
     for token, (parent, value) in enumerate(nodes, start=10):
         merged.add_node(parent, token)
@@ -38,7 +38,7 @@ def tree(*nodes: tuple[int, float]) -> MergedTree:
 
 
 class Level:
-    """A source whose levels are known."""
+    """Draft source with fixed level rates."""
 
     chain: tuple[float, ...] = ()
 
@@ -61,7 +61,7 @@ def ask(trees: dict[int, MergedTree], known: Costs, *sources: Any, room: int = 9
 
 
 def test_a_branch_costs_what_is_above_it_again() -> None:
-    """To recurrent layers, which run every path by itself."""
+    """Recurrent layers run every path from the root separately."""
     branched = tree((0, 0.9), (1, 0.8), (2, 0.7), (2, 0.3))
     attending, recurrent = costs(0.05), replace(costs(0.05), branch=1.0)
     best, chosen = choose_nodes(attending, {0: branched}, NodeLimits(40))
