@@ -223,11 +223,11 @@ def sdsat() -> str:
         ratio = mine["total_ratio"]
         rows.append((f"ours, {name}", 0, mine["tau"], ratio, ratio / idle["total_ratio"]))
     summary = load("sdsat/qwen_sampled.json")["summary"]
-    for temperature in (0.2, 1.0):
+    for temperature in (0.2, 1):
         for rule, label in {"exact": "lossless", "lossy": "paper's rule"}.items():
             kind = [r for r in summary if (r["temperature"], r["rule"]) == (temperature, rule)]
             best = max(kind, key=lambda row: row["speed"])
-            rows.append((f"Qwen, {label}", f"{temperature:g}", best["tau"], best["speed"], None))
+            rows.append((f"Qwen, {label}", temperature, best["tau"], best["speed"], None))
     head = ("data", "temperature", "tau", "speed over plain", "over `none`")
     return table(head, rows, ".2f", ".2f", ".2f")
 

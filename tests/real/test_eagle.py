@@ -31,8 +31,6 @@ PROMPTS = load_prompts(per_task=1, tasks=["code", "math", "qa"])
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 SETTINGS = EagleTrainSettings(steps=3, vocabulary_size=512, mlp_size=256, held_back=0.5)
 RUN = TrainSettings(epochs=40, batch_tokens=400, learning_rate=0.002, evaluate_every=40)
-# Minimum tau of a chain of four: half of the measured value.
-TAU = 0.8
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +55,10 @@ def head(smollm2: Any, answers: list[Any], tmp_path_factory: pytest.TempPathFact
     return folder / "head"
 
 
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+# Half of what was measured: 2.29 and 3.00.
+@pytest.mark.parametrize(("tree", "least"), [("chain", 1.1), ("dynamic", 1.5)])
 def test_trained_drafts_are_accepted(
-    tree: Any, head: Path, smollm2: Any, answers: list[Any]
+    tree: Any, least: float, head: Path, smollm2: Any, answers: list[Any]
 ) -> None:
     model, tokenizer = smollm2
     config = EagleConfig(tree=tree, max_draft_tokens=4)
@@ -75,7 +74,7 @@ def test_trained_drafts_are_accepted(
         output = model.generate(**call)
         assert_identical(model, call, output, answer, tokenizer=tokenizer)
         taus.append(output.spec_stats.tau)
-    assert sum(taus) / len(taus) > TAU
+    assert sum(taus) / len(taus) > least
 
 
 def test_ragged_batch(head: Path, smollm2: Any) -> None:

@@ -152,7 +152,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--assistant", action="append", default=[], help="as for `bench`")
     parser.add_argument("--per-task", type=int, default=2, help="prompts of each task")
     parser.add_argument("--prompts", type=Path, help="JSON lines with id, task, and turns")
-    parser.add_argument("--task", action="append", help="only this task")
+    parser.add_argument("--task", action="append", default=[], help="only this task")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers first")
@@ -191,7 +191,7 @@ def run(options: argparse.Namespace, subject: Subject, facts: Mapping[str, Any])
     }
     records = [Timed(**record) for record in timing.gone_on(options.out, settings)]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    chosen = load_prompts(options.prompts, options.per_task, options.task or ())
+    chosen = load_prompts(options.prompts, options.per_task, options.task)
     prompts = {prompt.id: prompt.encode(tokenizer) for prompt in chosen}
     longest = max(prompts.values(), key=lambda ids: ids.shape[1])
     for contender in subject.contenders:

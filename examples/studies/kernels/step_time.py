@@ -77,7 +77,7 @@ class Steps:
         def step() -> Tensor:
             logits = self.runner.forward(tree, self._texts).logits
             self._verifier.verify(tree, logits, self._state)
-            # Nothing is accepted, so that both forms continue with the same text.
+            # No draft token is accepted, so both forms continue with the same text.
             self.runner.keep([[] for _ in self._texts])
             return logits
 
