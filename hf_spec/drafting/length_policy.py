@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -150,21 +150,29 @@ class HeadPolicy(ConfidencePolicy):
         return [token.score >= self.threshold for token in newest]
 
 
+class LevelCost(NamedTuple):
+    """Cost of another level, in tokens: of the pass for all rows, and of a row's node."""
+
+    shared: float = 0.0
+    per_row: float = 0.0
+
+
 class MeasuredPolicy(LengthPolicy):
     """Stop where the expected gain of another level is below its cost.
 
-    The gain is the probability that the target's path reaches the level. It is estimated from the
-    drafter's own probability for the last level, calibrated by the acceptance rate of such levels,
-    times the rate at which one level follows another.
+    All growing rows share the draft model's pass: it runs if their gains together exceed its cost.
+    The gain of a row is the probability that the target's path reaches the level. It is estimated
+    from the drafter's own probability for the last level, calibrated by the acceptance rate of such
+    levels, times the rate at which one level follows another.
 
     Attributes:
-        level_cost: number of drafted levels -> cost of another one in tokens, at the current rate;
-            None where it is unknown.
+        level_cost: number of drafted levels -> cost of another one at the current rate; None where
+            it is unknown.
     """
 
     plans_ahead = True
 
-    level_cost: Callable[[int], float] | None = None
+    level_cost: Callable[[int], LevelCost] | None = None
 
     def start(self, num_rows: int) -> None:
         """Reset the rates of all rows."""
@@ -182,15 +190,17 @@ class MeasuredPolicy(LengthPolicy):
         return self.max_draft_tokens
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
-        """Compare each row's expected gain with the cost of another level."""
-        pays = []
+        """Compare the expected gain of the rows with the cost of another level."""
+        gains = []
         for token in newest:
             self._reach[token.row].append(token.reach)
             stats = self._stats[token.row]
-            gain = stats.nodes.rate(probability_bin(token.reach)) * stats.levels.rate(None)
-            cost = self.level_cost(len(self._reach[token.row])) if self.level_cost else 0.0
-            pays.append(gain > cost)
-        return pays
+            gains.append(stats.nodes.rate(probability_bin(token.reach)) * stats.levels.rate(None))
+        levels = max((len(self._reach[token.row]) for token in newest), default=0)
+        cost = self.level_cost(levels) if self.level_cost else LevelCost()
+        surpluses = [max(gain - cost.per_row, 0.0) for gain in gains]
+        pays = sum(surpluses) > cost.shared
+        return [pays and surplus > 0.0 for surplus in surpluses]
 
     def learn(self, row: int, drafted: int, accepted: int, gained: int) -> None:
         """Update the rates of a row that drafted some levels and gained `gained` tokens.

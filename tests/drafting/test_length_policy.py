@@ -15,6 +15,7 @@ from hf_spec.drafting.length_policy import (
     DraftedToken,
     HeadPolicy,
     LengthPolicy,
+    LevelCost,
     MeasuredPolicy,
     known_policies,
     make_policy,
@@ -95,7 +96,7 @@ def test_a_taken_name_is_refused() -> None:
 def measured_policy(cost: float, rows: int = 1) -> MeasuredPolicy:
     made = MeasuredPolicy(8)
     made.start(rows)
-    made.level_cost = lambda level: cost
+    made.level_cost = lambda level: LevelCost(shared=cost)
     return made
 
 
@@ -121,22 +122,38 @@ def test_a_likely_level_may_cost_more() -> None:
 def test_the_cost_depends_on_the_drafted_levels() -> None:
     made = measured_policy(0.0)
     made.limit(0)
-    made.level_cost = lambda level: 0.0 if level < 3 else 9.0
+    made.level_cost = lambda level: LevelCost(0.0 if level < 3 else 9.0)
     assert [made.goes_on([newest_level(0.9)]) for _ in range(3)] == [[True], [True], [False]]
     made.limit(0)
     assert made.goes_on([newest_level(0.9)]) == [True]
 
 
 def test_every_row_has_its_own_length() -> None:
-    made = measured_policy(0.5, rows=2)
+    made = measured_policy(0.0, rows=2)
+    made.level_cost = lambda level: LevelCost(per_row=0.4)
     for _ in range(20):
         play(made, 0.9, 0.9, reached=2, row=0)
         play(made, 0.9, 0.9, reached=0, row=1)
     both = [newest_level(0.9, row) for row in (0, 1)]
     assert made.goes_on(both) == [True, False]
     made.restart(1)
-    made.level_cost = lambda level: 0.5
     assert made.goes_on(both) == [True, True]
+
+
+def test_a_pass_runs_if_it_pays_for_all_rows_together() -> None:
+    made = measured_policy(0.0, rows=3)
+    likely, unlikely = 0.95 * LEVEL_PRIOR, 0.05 * LEVEL_PRIOR
+    newest = [newest_level(reach, row) for row, reach in enumerate((0.95, 0.95, 0.05))]
+    for cost, pays in (
+        (LevelCost(2 * likely, 0.0), [True, True, True]),
+        (LevelCost(2 * likely + unlikely, 0.0), [False, False, False]),
+        (LevelCost(0.0, unlikely), [True, True, False]),
+        (LevelCost(1.0, likely - 0.4), [False, False, False]),
+        (LevelCost(0.7, likely - 0.4), [True, True, False]),
+    ):
+        made.level_cost = lambda level, cost=cost: cost
+        assert made.goes_on(newest) == pays
+    assert made.goes_on([]) == []
 
 
 @pytest.mark.parametrize(("reached", "better"), [(1, True), (0, False)])
@@ -157,7 +174,7 @@ def test_what_was_not_sent_and_not_refuted_tells_nothing() -> None:
             for reach in (0.9, 0.9, 0.4):
                 each.goes_on([newest_level(reach)])
             each.learn(0, drafted=3, accepted=2, gained=known)
-    made.level_cost = told.level_cost = lambda level: 0.2
+    made.level_cost = told.level_cost = lambda level: LevelCost(0.2)
     assert made.goes_on([newest_level(0.4)]) == [True]
     assert told.goes_on([newest_level(0.4)]) == [False]
 

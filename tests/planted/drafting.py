@@ -266,7 +266,7 @@ MUTANTS = (
         "the time of reading a prompt counts as drafting",
         area="cost model",
         file="hf_spec/drafting/cost_model/cost_curves.py",
-        old="if unread <= MAX_UNREAD or seconds < expected:",
+        old="if not unread or seconds < expected:",
         new="if count:",
         tests=("tests/drafting/cost_model/test_cost_curves.py",),
     ),

@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 
-from hf_spec.drafting.cost_model.exploration import Exploration
+from hf_spec.drafting.cost_model.exploration import REST_PER_STEP, Exploration
 from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
@@ -35,6 +35,10 @@ LEVEL_PRIOR_WEIGHT = 3.0
 RETENTION = 0.95
 # Decay of the rates of earlier generations, whose trials count longer.
 MEMORY_DECAY = 0.99
+
+# After more new tokens of a row than this, a drafter first reads the text, at a cost of its own.
+# Fewer tokens are part of the draft.
+MAX_UNREAD = 8
 
 # Nodes with a lower reach are ignored.
 MIN_REACH = 0.01
@@ -125,6 +129,10 @@ class AcceptanceStats:
         nodes = DecayedRates(partial(_prior_rate, prior), PRIOR_WEIGHT, decay)
         return cls(nodes, LevelRates(decay), LevelRates(decay))
 
+    def copy(self) -> AcceptanceStats:
+        """Return independent stats with the same trials."""
+        return AcceptanceStats(copy(self.nodes), copy(self.levels), copy(self.first))
+
     def as_prior(self) -> AcceptanceStats:
         """Return stats without trials whose prior are the current rates."""
         nodes = DecayedRates(copy(self.nodes).rate, PRIOR_WEIGHT)
@@ -202,25 +210,30 @@ class DraftSource:
         return bisect_right(range(1, self.depth + 1), forwards(1), key=forwards)
 
     def with_trials(
-        self, depths: Mapping[int, int], max_depths: Mapping[int, int], cost: float
+        self,
+        depths: Mapping[int, int],
+        max_depths: Mapping[int, int],
+        cost: Callable[[], float],
+        steps_left: float,
     ) -> dict[int, int]:
         """Return the depths, and those of trials in rows where the drafter was not chosen.
 
-        A trial costs `cost` steps of the target. Forward passes are shared, so all these rows are
-        tried as soon as one is due.
+        A trial costs `cost()` steps of the target, of which at most `steps_left` are to come.
+        Forward passes are shared, so all these rows are tried as soon as one is due.
         """
         open_rows = [row for row, most in max_depths.items() if most]
         idle = [row for row in open_rows if not depths[row]]
         due = [self.explorations[row].is_due(cost) for row in idle]
-        tried = any(due)
+        tried = any(due) and REST_PER_STEP * cost() <= steps_left
         for row in open_rows:
             self.explorations[row].record(depths[row] > 0, tried and not depths[row])
         trial = dict.fromkeys(idle, self.trial_depth) if tried else {}
         return {row: min(most, trial.get(row, depths[row])) for row, most in max_depths.items()}
 
     def unread(self, state: GenerationState, rows: Iterable[int]) -> int:
-        """Return how many tokens of `rows` the drafter has not read yet."""
-        return sum(len(state.tokens[row]) - self.read.get(row, 0) for row in rows)
+        """Return how many tokens the drafter must read in those `rows` that lag `MAX_UNREAD`."""
+        lags = (len(state.tokens[row]) - self.read.get(row, 0) for row in rows)
+        return sum(lag for lag in lags if lag > MAX_UNREAD)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> None:
         """Run the drafter; rows with limit 0 are included, so that it follows their text."""

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from statistics import median_low
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -37,8 +38,6 @@ FORWARD_COST = 0.15
 MAX_FORWARD_COST = 0.5
 # The same of a token of text that a drafter reads, in its own forward passes.
 READ_COST = 0.05
-# Drafts after more new tokens than this measure the cost of reading, others that of drafting.
-MAX_UNREAD = 8
 # Sizes at which timings are stored. Others are recorded at the next larger one: matrix products run
 # in tiles, so the first node of a tile costs the most, and must not raise the cost of a step
 # without a draft.
@@ -49,8 +48,10 @@ NUM_TIMINGS = 15
 # A single timing of more than this many times the estimate before is not believed, until there is a
 # second one: a size that seems too expensive would never be timed again.
 LARGEST_FACTOR = 1.5
-# The timings of a size are dropped after this many timings of other sizes: they may be wrong.
+# The timings of a size are dropped after this many timings of other sizes: they may be wrong. Since
+# timing them again costs time, the number doubles with every drop, up to this power of two.
 LIFETIME = 100
+MOST_LIFETIME_DOUBLINGS = 10
 # The same for the smallest size, by which the others are judged: rounds without a draft, of which a
 # generation that always drafts has none by itself.
 SMALLEST_LIFETIME = 4 * LIFETIME
@@ -138,12 +139,18 @@ class LearnedCurve:
         self._timings: dict[float, SizeTimings] = {}
         self._points: tuple[list[float], list[float]] = ([], [])
         self._slowdowns: tuple[float, ...] = (1.0,) * NUM_SLOWDOWNS
-        self._count = 0
+        self._count = self._num_drops = 0
 
     @property
     def has_timings(self) -> bool:
         """True once a timing was recorded."""
         return bool(self._timings)
+
+    @property
+    def is_known(self) -> bool:
+        """True if this curve, or the one that is expected, has timings."""
+        expected = self._expected
+        return self.has_timings or (isinstance(expected, LearnedCurve) and expected.is_known)
 
     def is_reliable(self, size: float) -> bool:
         """Return True if `size` or a smaller size has enough timings."""
@@ -163,7 +170,7 @@ class LearnedCurve:
         if sizes[0] < size <= sizes[-1]:
             return interpolate(sizes, seconds, size)
         nearest = 0 if size <= sizes[0] else -1
-        cost = seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
+        cost = seconds[nearest] * self._expected_ratio(size, sizes[nearest])
         before = bisect_left(sizes, sizes[-1] / 2)
         if nearest == 0 or before == len(sizes) - 1:
             return cost
@@ -180,8 +187,8 @@ class LearnedCurve:
         """Record one timing at the knot from `size` on; `expected` is for the first of all."""
         knot = _knot(size)
         # The known costs define the step from one size to another.
-        known = self if self.has_timings and self(size) > 0 else self._expected
-        scale = known(knot) / known(size)
+        known = self.has_timings and self(size) > 0
+        scale = self(knot) / self(size) if known else self._expected_ratio(knot, size)
         before = self(knot) if self.has_timings else scale * expected
         timings = self._timings.get(knot, SizeTimings(before / median_low(self._slowdowns)))
         if self._scales and size == knot and timings.number >= NUM_RELIABLE and timings.cost > 0:
@@ -191,13 +198,20 @@ class LearnedCurve:
         slowdown = median_low(self._slowdowns)
         self._count += 1
         new = {**self._timings, knot: timings.with_timing(scale * seconds / slowdown, self._count)}
-        oldest, smallest = self._count - LIFETIME, min(new)
-        self._timings = {
-            knot: of
-            for knot, of in sorted(new.items())
-            if of.last > (self._count - SMALLEST_LIFETIME if knot == smallest else oldest)
-        }
-        self._points = list(self._timings), [slowdown * of.cost for of in self._timings.values()]
+        lifetimes = dict.fromkeys(new, LIFETIME * 2**self._num_drops)
+        lifetimes[smallest := min(new)] = SMALLEST_LIFETIME
+        dropped = {k for k, of in new.items() if of.last <= self._count - lifetimes[k]}
+        if dropped - {smallest}:
+            self._num_drops = min(self._num_drops + 1, MOST_LIFETIME_DOUBLINGS)
+        self._timings = {knot: new[knot] for knot in sorted(new.keys() - dropped)}
+        costs = [slowdown * of.cost for of in self._timings.values()]
+        # A size costs no more than a larger one: one that was timed in a slow minute would, and
+        # with few rows left, drafts would seem to pay.
+        self._points = list(self._timings), list(accumulate(reversed(costs), min))[::-1]
+
+    def _expected_ratio(self, size: float, other: float) -> float:
+        expected = self._expected(other)
+        return self._expected(size) / expected if expected > 0 else size / other
 
 
 @dataclass(frozen=True)
@@ -224,18 +238,29 @@ class Costs:
 class RoundTimes:
     """Measured times of a target and a set of drafters, without references to the models.
 
+    Args:
+        similar: times with another number of rows: what is expected before the first own ones.
+
     Attributes:
         verify: time of the target's forward pass by nodes.
         idle_drafts: last drafts in a row, without a model, of which no node was sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, similar: RoundTimes | None = None) -> None:
         self.idle_drafts = 0
+        self._expected: Mapping[str, float] = {}
         self._memories: dict[int, DraftMemory] = {}
-        self.verify = LearnedCurve(lambda nodes: 1.0 + NODE_COST * nodes, scales=True)
         self._draft: dict[str, LearnedCurve] = {}
         self._read: dict[str, LearnedCurve] = {}
-        self._expected: Mapping[str, float] = {}
+        expected: Callable[[float], float] = similar.verify if similar else _expected_verify
+        self.verify: LearnedCurve = LearnedCurve(expected, scales=True)
+        if similar is not None:
+            self._draft = {name: LearnedCurve(curve) for name, curve in similar._draft.items()}
+            self._read = {name: LearnedCurve(curve) for name, curve in similar._read.items()}
+            self._memories = {
+                index: DraftMemory(memory.stats.copy())
+                for index, memory in similar._memories.items()
+            }
 
     def costs(
         self,
@@ -269,7 +294,7 @@ class RoundTimes:
         verify_seconds: float | None,
         drafts: Mapping[str, tuple[int, int, float]],
     ) -> None:
-        """Record nodes and seconds of the target; forward passes, new tokens, seconds of drafts.
+        """Record nodes and seconds of the target; forward passes, tokens read, seconds of drafts.
 
         Seconds of the target that are None are not recorded. Before the first ones, drafts are not
         recorded either: expected costs of the target have no unit.
@@ -283,9 +308,9 @@ class RoundTimes:
             if not count:
                 continue
             curve, expected = self._curve(name), self._seconds(name, count)
-            if unread <= MAX_UNREAD or seconds < expected:
+            if not unread or seconds < expected:
                 curve.learn(count, seconds, expected)
-            elif curve.has_timings:
+            elif curve.is_known:
                 # The first passes of a process may include a compilation.
                 most = LARGEST_FACTOR * self._read_seconds(name, unread)
                 reading = min(seconds - expected, most)
@@ -296,12 +321,12 @@ class RoundTimes:
 
     def _seconds(self, name: str, count: int) -> float:
         curve = self._curve(name)
-        if curve.has_timings:
+        if curve.is_known:
             return curve(count)
         return self._expected.get(name, FORWARD_COST) * count * self.verify(1)
 
     def _read_seconds(self, name: str, unread: float) -> float:
-        if unread <= MAX_UNREAD:
+        if not unread:
             return 0.0
         curve = self._read.get(name)
         return READ_COST * unread * self._seconds(name, 1) if curve is None else curve(unread)
@@ -315,7 +340,10 @@ class RoundTimes:
 
 
 def cached_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> RoundTimes:
-    """Return the timings cached for the target, number of rows and drafters (`key`)."""
+    """Return the timings cached for the target, number of rows and drafters (`key`).
+
+    New ones start from those with the most similar number of rows.
+    """
     # These settings affect the time of a forward pass, too.
     machine = (
         execution_device(target.get_input_embeddings()),
@@ -324,7 +352,13 @@ def cached_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> Round
         cpu_packing_bytes() > 0,
         CompiledLayers.of(target).wanted,
     )
-    return cached_per_model(target, ("rounds", num_rows, machine, key), RoundTimes)
+    by_rows: dict[int, RoundTimes] = cached_per_model(target, ("rounds", machine, key), dict)
+    if (times := by_rows.get(num_rows)) is None:
+        nearest = min([*by_rows], key=lambda rows: abs(math.log(rows / num_rows)), default=None)
+        similar = None if nearest is None else by_rows[nearest]
+        # Another thread may have been faster.
+        times = by_rows.setdefault(num_rows, RoundTimes(similar))
+    return times
 
 
 def check_timings(timings: object) -> None:
@@ -339,6 +373,10 @@ def check_timings(timings: object) -> None:
             "{'tree': [[1, 0.003], [4, 0.012]]}}: seconds of a forward pass by nodes, and of a "
             "draft by depth"
         )
+
+
+def _expected_verify(nodes: float) -> float:
+    return 1.0 + NODE_COST * nodes
 
 
 def _knot(size: float) -> float:

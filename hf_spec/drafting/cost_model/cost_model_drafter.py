@@ -175,8 +175,8 @@ class CostModelDrafter(Drafter):
         best, nodes = choose()
         whole, assistant_seconds = None, 0.0
         if self.assistants:
-            before, tokens = time.perf_counter(), sum(limits.values())
-            whole, expected = self._draft_assistants(state, max_depths, trees, best, tokens)
+            before = time.perf_counter()
+            whole, expected = self._draft_assistants(state, max_depths, trees, best, limits)
             assistant_seconds = time.perf_counter() - before
             # Drafts that took longer than expected do not change the number of nodes to send.
             best, nodes = choose(draft_seconds=expected or self._timer.draft_seconds())
@@ -201,15 +201,15 @@ class CostModelDrafter(Drafter):
         max_depths: Mapping[int, int],
         trees: Mapping[int, MergedTree],
         base: PlannedRound,
-        tokens: int,
+        limits: Mapping[int, int],
     ) -> tuple[DraftTree | None, float]:
         """Run the assistants that pay or are tried; merge their drafts into `trees`.
 
-        At most `tokens` are still to come, and `base` is the best round without assistants. Returns
+        `limits` are the tokens still to come, `base` the best round without assistants. Returns
         a draft that must be sent as it is, if there is one, and the expected drafting time.
         """
         reading = {s.name: self._reading_seconds(s, state, max_depths) for s in self.assistants}
-        horizon = Horizon(tokens, reading)
+        horizon = Horizon(sum(limits.values()), reading)
         plan = choose_sources(base, trees, self.assistants, max_depths, horizon)
         plain = PlannedRound(self._costs, len(trees), len(trees))
         if plan.rate < self._min_gain(len(trees)) * plain.rate:
@@ -217,10 +217,8 @@ class CostModelDrafter(Drafter):
         whole: DraftTree | None = None
         for source in self.assistants:
             drafter, depths = source.drafter, self._draft_depths(source, plan, max_depths)
-            cost = 0.0
-            if any(source.explorations[row].needs_cost for row in depths):
-                cost = self._trial_steps(source, base, len(trees), reading[source.name])
-            depths = source.with_trials(depths, max_depths, cost)
+            cost = partial(self._trial_steps, source, base, len(trees), reading[source.name])
+            depths = source.with_trials(depths, max_depths, cost, max(limits.values(), default=0))
             drafting_rows = [row for row, depth in depths.items() if depth]
             deepest, unread = max(depths.values(), default=0), source.unread(state, drafting_rows)
             with self._timer.time_draft(source.name, drafter, deepest, unread):

@@ -25,7 +25,7 @@ class TimedDraft:
     Attributes:
         forwards: forward passes.
         depth: requested depth.
-        unread: tokens of the drafting rows since their last draft, which its first pass reads.
+        unread: tokens that its first pass reads besides drafting, see `DraftSource.unread`.
         start, end: marks around the work.
         settled: False if a step was run for the capture of a CUDA graph, see `WarmUps`.
     """

@@ -20,6 +20,7 @@ from itertools import accumulate
 
 from hf_spec.drafting.cost_model.acceptance_stats import DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs
+from hf_spec.drafting.length_policy import LevelCost
 
 # The expected saving must be this many times the time of reading: expected rates may be wrong, and
 # the generation may end early.
@@ -73,18 +74,19 @@ class PlannedRound:
         """Expected duration."""
         return self.costs.verify(self.nodes) + self.draft_seconds
 
-    def level_cost(self, source: DraftSource, drafting_rows: int, rows: int, level: int) -> float:
-        """Return the cost of a level after `level` for one row, in tokens at the current rate.
+    def level_cost(
+        self, source: DraftSource, drafting_rows: int, rows: int, level: int
+    ) -> LevelCost:
+        """Return the cost of a level after `level`, in tokens at the current rate.
 
-        It includes the verification of the new node of a chain; the nodes of a tree are chosen
-        after drafting.
+        A level is of use only if at least one of its nodes is verified.
         """
         draft, verify = self.costs.draft[source.name], self.costs.verify
-        seconds = (draft(level + 1) - draft(level)) / drafting_rows
-        if source.nodes_per_level == 1:
-            nodes = rows + level * drafting_rows
-            seconds += verify(nodes + 1) - verify(nodes)
-        return self.rate * seconds
+        nodes = rows + level * drafting_rows
+        return LevelCost(
+            shared=self.rate * (draft(level + 1) - draft(level)),
+            per_row=self.rate * (verify(nodes + 1) - verify(nodes)),
+        )
 
 
 @dataclass(frozen=True)

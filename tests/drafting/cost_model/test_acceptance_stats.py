@@ -11,6 +11,7 @@ import torch
 
 from hf_spec.drafting.cost_model.acceptance_stats import (
     LEVEL_PRIOR,
+    MAX_UNREAD,
     PRIOR_WEIGHT,
     RETENTION,
     AcceptanceStats,
@@ -20,6 +21,7 @@ from hf_spec.drafting.cost_model.acceptance_stats import (
     LevelRates,
     MergedTree,
 )
+from hf_spec.drafting.cost_model.exploration import REST_PER_STEP
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
@@ -209,14 +211,29 @@ class TestDraftSource:
 
     def test_unread_text(self) -> None:
         state, source = state_of(2), DraftSource("s", Fixed(), 3)
+        for row in (0, 1):
+            state.tokens[row] += [7] * MAX_UNREAD
+        length = len(state.tokens[0])
         source.start(2)
-        assert source.unread(state, [0, 1]) == 6
+        assert source.unread(state, [0, 1]) == 2 * length
         source.draft(state, {0: 3, 1: 0})
-        assert (source.unread(state, [0]), source.unread(state, [1])) == (0, 3)
+        assert (source.unread(state, [0]), source.unread(state, [1])) == (0, length)
+        # A few new tokens of every row are part of the draft.
+        state.tokens[0] += [7] * MAX_UNREAD
+        assert source.unread(state, [0, 1]) == length
         state.tokens[0].append(7)
-        assert source.unread(state, [0]) == 1
+        assert source.unread(state, [0]) == MAX_UNREAD + 1
         source.restart(0)
-        assert source.unread(state, [0]) == 4
+        assert source.unread(state, [0]) == length + MAX_UNREAD + 1
+
+    def test_a_trial_that_takes_too_much_of_the_rest_waits(self) -> None:
+        source = DraftSource("s", Fixed(), 3)
+        source.start(1)
+        source.explorations[0].idle, source.explorations[0].cost = 1000, 1.0
+        rest = 2 * REST_PER_STEP
+        assert source.with_trials({0: 0}, {0: 9}, lambda: 2.1, rest) == {0: 0}
+        assert source.with_trials({0: 0}, {0: 9}, lambda: 2.0, rest) == {0: 1}
+        assert source.with_trials({0: 0}, {0: 9}, lambda: 0.1, rest) == {0: 0}
 
     def test_a_trial_is_the_deepest_draft_that_takes_one_forward_pass(self) -> None:
         drafter = Fixed()

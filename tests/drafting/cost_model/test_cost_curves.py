@@ -15,7 +15,6 @@ from hf_spec.drafting.cost_model.cost_curves import (
     FORWARD_COST,
     FRESH,
     LIFETIME,
-    MAX_UNREAD,
     NODE_COST,
     READ_COST,
     SMALLEST_LIFETIME,
@@ -67,9 +66,23 @@ class TestLearnedCurve:
         assert known(9) == pytest.approx(5.8)
         assert known(0) == pytest.approx(1.0)
 
-    def test_a_size_may_cost_less_than_a_smaller_one(self) -> None:
-        known = curve((2, 3.0), (4, 2.0))
-        assert known(2) > known(4)
+    def test_a_size_costs_no_more_than_a_larger_one(self) -> None:
+        known = curve((2, 3.0), (4, 2.0), (8, 5.0))
+        assert [known(size) for size in (2, 3, 4, 8)] == [2.0, 2.0, 2.0, 5.0]
+
+    def test_a_curve_starts_from_another_one(self) -> None:
+        similar = curve((1, 2.0), (4, 2.9))
+        new = LearnedCurve(similar)
+        assert (new(2), new.is_known, new.has_timings) == (similar(2), True, False)
+        # Its own timings count from then on, those of the other curve as proportions.
+        new.learn(4, 5.8)
+        assert [new(size) for size in (1, 4, 8)] == pytest.approx([4.0, 5.8, 2 * similar(8)])
+        assert not LearnedCurve(curve()).is_known
+
+    def test_proportions_of_free_sizes(self) -> None:
+        new = LearnedCurve(LearnedCurve(lambda _: 0.0))
+        new.learn(4, 2.0)
+        assert new(8) == 4.0
 
     def test_a_new_size_counts_as_much_more_expensive_after_two_timings(self) -> None:
         known = curve((1, 2.0), (4, 9.0))
@@ -115,6 +128,18 @@ class TestLearnedCurve:
         assert known(8) == pytest.approx(9.0)
         known.learn(1, 1.0)
         assert known(8) == pytest.approx(4.5)
+
+    def test_after_every_loss_timings_are_remembered_for_twice_as_long(self) -> None:
+        known, waits = curve(), []
+        for _ in range(4):
+            known.learn(8, 9.0)
+            known.learn(8, 9.0)
+            wait = 0
+            while known(8) == pytest.approx(9.0):
+                known.learn(1, 1.0)
+                wait += 1
+            waits.append(wait)
+        assert waits == [LIFETIME * 2**n for n in range(4)]
 
     def test_the_smallest_size_is_remembered_longer(self) -> None:
         known = curve((1, 1.0), (8, 2.0), *[(16, 3.0)] * (LIFETIME - 1))
@@ -218,16 +243,16 @@ class TestRoundTimes:
         times = RoundTimes()
         costs = times.costs({"falcon": levels, "tree": levels})
         for _ in range(2):
-            times.learn(4, 0.04, {"falcon": (1, 1, 0.002), "tree": (2, 1, 0.02)})
+            times.learn(4, 0.04, {"falcon": (1, 0, 0.002), "tree": (2, 0, 0.02)})
         assert costs.draft["falcon"](1) == pytest.approx(0.002)
         assert costs.draft["tree"](1) == pytest.approx(0.01)
 
     def test_a_first_draft_that_takes_much_longer_than_expected_is_not_believed(self) -> None:
         times = RoundTimes()
         draft = times.costs({"draft": levels}, {"draft": 0.3}).draft["draft"]
-        times.learn(1, 2.0, {"draft": (1, 1, 50.0)})
+        times.learn(1, 2.0, {"draft": (1, 0, 50.0)})
         assert draft(1) == pytest.approx(0.3 * 2.0)
-        times.learn(1, 2.0, {"draft": (1, 1, 0.8)})
+        times.learn(1, 2.0, {"draft": (1, 0, 0.8)})
         assert draft(1) == pytest.approx(0.8)
 
     def test_reading_is_apart_from_drafting(self) -> None:
@@ -237,9 +262,9 @@ class TestRoundTimes:
         times.learn(1, 1.0, {"draft": (1, 300, 90.0)})
         assert costs.draft["draft"](1) == pytest.approx(FORWARD_COST)
         assert costs.read["draft"](300) == pytest.approx(300 * READ_COST * FORWARD_COST)
-        assert costs.read["draft"](MAX_UNREAD) == 0.0
+        assert costs.read["draft"](0) == 0.0
         for _ in range(3):
-            times.learn(1, 1.0, {"draft": (1, 1, 0.2)})
+            times.learn(1, 1.0, {"draft": (1, 0, 0.2)})
         times.learn(1, 1.0, {"draft": (1, 40, 0.7)})
         assert costs.draft["draft"](1) == pytest.approx(0.2)
         assert costs.read["draft"](80) == pytest.approx(1.0)
@@ -251,7 +276,7 @@ class TestRoundTimes:
         times = RoundTimes()
         costs = times.costs({"draft": levels})
         for _ in range(3):
-            times.learn(1, 1.0, {"draft": (1, 1, 5.0)})
+            times.learn(1, 1.0, {"draft": (1, 0, 5.0)})
         assert costs.draft["draft"](1) == pytest.approx(5.0)
         for _ in range(4):
             times.learn(1, 1.0, {"draft": (1, 30, 0.3)})
@@ -290,6 +315,29 @@ class TestRoundTimes:
         times = RoundTimes()
         times.learn(4, 0.04, {"lookup": (0, 0, 0.001)})
         assert times.costs({"lookup": lambda depth: 0}).draft["lookup"](9) == 0.0
+
+
+def test_another_number_of_rows_starts_from_the_most_similar_one() -> None:
+    model, costs = build("qwen2"), {"draft": levels}
+    for rows, seconds, reading in ((1, 1.0, 0.5), (6, 4.0, 0.6)):
+        times = cached_times(model, "a", rows)
+        times.costs(costs)
+        for _ in range(2):
+            times.learn(rows, seconds, {"draft": (1, 0, 0.2 * seconds)})
+        times.learn(rows, seconds, {"draft": (1, 100, 0.2 * seconds + reading)})
+        times.memory(0, (0.5, 0.7)).stats.levels.count(1, rows == 1)
+    few, many = cached_times(model, "a", 2), cached_times(model, "a", 8)
+    assert (few.verify(1), many.verify(6)) == pytest.approx((1.0, 4.0))
+    assert not many.verify.is_reliable(8)
+    for times, seconds, reading in ((few, 1.0, 0.5), (many, 4.0, 0.6)):
+        found = times.costs(costs)
+        assert found.draft["draft"](1) == pytest.approx(0.2 * seconds)
+        assert found.read["draft"](100) == pytest.approx(reading)
+    rates = [times.memory(0, (0.5, 0.7)).stats.levels.rate(1) for times in (few, many)]
+    assert rates[0] > LEVEL_PRIOR > rates[1]
+    # From then on they differ.
+    few.memory(0, (0.5, 0.7)).stats.levels.count(1, False)
+    assert cached_times(model, "a", 1).memory(0, (0.5, 0.7)).stats.levels.rate(1) == rates[0]
 
 
 def test_times_are_kept_by_situation() -> None:

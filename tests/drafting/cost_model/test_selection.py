@@ -196,11 +196,9 @@ class TestSources:
         assert ask({0: tree((0, 0.9), (1, 0.9))}, costs(0.1), own).depths == {}
 
 
-def test_a_level_of_a_chain_is_sent_too_and_one_of_a_tree_is_not() -> None:
+def test_rows_share_the_pass_of_a_level_and_verify_a_node_each() -> None:
     known = costs(per_node=0.1, chain=0.5)
     chosen = PlannedRound(known, tokens=3.0, nodes=1)
     assert chosen.rate == pytest.approx(3.0)
-    chain = Level("chain", 0.9)
-    assert chosen.level_cost(chain, 2, 4, 1) == pytest.approx(3.0 * 0.25)  # type: ignore[arg-type]
-    chain.nodes_per_level = 1
-    assert chosen.level_cost(chain, 2, 4, 1) == pytest.approx(3.0 * 0.35)  # type: ignore[arg-type]
+    cost = chosen.level_cost(Level("chain", 0.9), 2, 4, 1)  # type: ignore[arg-type]
+    assert cost == pytest.approx((3.0 * 0.5, 3.0 * 0.1))

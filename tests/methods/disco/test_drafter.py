@@ -21,7 +21,7 @@ from hf_spec import (
     UnsupportedError,
 )
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.drafting.length_policy import DraftedToken
+from hf_spec.drafting.length_policy import DraftedToken, LevelCost
 from hf_spec.methods.disco import drafter as disco
 from hf_spec.methods.disco.classifier import DiscoClassifier, draft_features
 from hf_spec.methods.disco.drafter import DiscoPolicy, MeasuredDiscoPolicy
@@ -115,7 +115,7 @@ class TestDecision:
 
     def test_measured_lengths_multiply_the_acceptance_of_all_levels(self) -> None:
         policy = MeasuredDiscoPolicy(DiscoPolicy(9, 0.5, DiscoClassifier()))
-        policy.level_cost = lambda level: 0.2
+        policy.level_cost = lambda level: LevelCost(0.2)
         policy.start(1)
         policy.limit(0)
         token = DraftedToken(0, 5, 0, 0.9, score=0.5)
