@@ -39,7 +39,7 @@ from hf_spec.common.machine import environment
 from hf_spec.common.outputs import SpecStats
 from hf_spec.common.prompts import Prompt, left_padded, load_prompts
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.evaluation.bench.runner import timed
+from hf_spec.evaluation.bench.runner import rotated, timed
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24)
 PLAIN = "plain"
@@ -189,9 +189,8 @@ def time_batches(  # noqa: PLR0913 - what is timed, on what, and how
             continue
         rows = [texts[(number * size + row) % len(texts)] for row in range(size)]
         batch = left_padded(rows)
-        turn = repeat % len(extent.contenders)
         runs = {}
-        for contender in (*extent.contenders[turn:], *extent.contenders[:turn]):
+        for contender in rotated(extent.contenders, repeat):
             given = _further_left(batch, extent.left_padding) if contender == LEFT else batch
             whole = _run(model, method, contender, given, extent.new_tokens, clock)
             runs[contender] = whole, _run(model, method, contender, given, 1, clock)

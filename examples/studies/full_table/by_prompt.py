@@ -27,6 +27,7 @@ from examples.studies import timing
 from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.contenders import Contender, plain, strategy
 from hf_spec.evaluation.bench.entries import parse_entries
+from hf_spec.evaluation.bench.runner import rotated
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.lossless.mismatch import differences
 
@@ -90,8 +91,7 @@ def measure(subject: Subject, name: str, ids: Tensor, first: int = 0) -> Iterato
     elapsed: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     runs = {}
     for repeat in range(subject.repeats):
-        turn = (first + repeat) % len(contenders)
-        for contender in [*contenders[turn:], *contenders[:turn]]:
+        for contender in rotated(contenders, first + repeat):
             start, began = clock(), time.perf_counter()
             runs[contender.name] = contender.run(ids, new_tokens, mask)
             seconds[contender.name].append(clock() - start)

@@ -30,6 +30,7 @@ from examples.studies.integrations.trl_rollouts import shorter
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.small_models import smollm2_135m_instruct
+from hf_spec.evaluation.bench.runner import rotated
 
 HEAD = Path("examples/adapters/smollm2-135m-falcon")
 CHAIN = hf_spec.FalconConfig(tree="chain", max_draft_tokens=2)
@@ -109,16 +110,15 @@ def measure(
             config = copy.deepcopy(settings.pop("generation_config"))
             config.do_sample = False
             settings["generation_config"] = config
-        found, row, names = dict[str, Any](), dict[str, Any](), list(contenders)
-        turn = len(rollouts) % len(names)
-        for name in [*names[turn:], *names[:turn]]:
+        found, row = dict[str, Any](), dict[str, Any]()
+        for name in rotated(list(contenders), len(rollouts)):
             start = time.process_time()
             with hf_spec.collect_stats() as stats:
                 found[name] = own(*given, **settings, **contenders[name])
             row[name] = {"seconds": round(time.process_time() - start, 3)}
             if stats:
                 row[name]["tau"] = round(stats[0].tau, 3)
-        for name in names:
+        for name in contenders:
             row[name]["same"] = torch.equal(found[name], found["plain"])
         rollouts.append(row)
         return rollout

@@ -36,6 +36,7 @@ from hf_spec import GsdConfig, SdsatConfig
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.evaluation.bench.contenders import Settings, plain, strategy
+from hf_spec.evaluation.bench.runner import rotated
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.methods.draft_model.loading import resolve_draft_model
 
@@ -143,9 +144,7 @@ def measure(
         runs = [(PLAIN, "", plain(model, given))]
         for rule, one in with_rules(methods, temperature):
             runs.append((one.name, rule, strategy(model, one.config, one.assistant, None, given)))
-        # Rotate the order: the first run has cold caches.
-        turn = seed % len(runs)
-        for name, rule, contender in [*runs[turn:], *runs[:turn]]:
+        for name, rule, contender in rotated(runs, seed):
             torch.manual_seed(seed)
             begun = clock()
             run = contender.run(question.ids, options.new_tokens, torch.ones_like(question.ids))

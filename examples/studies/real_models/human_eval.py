@@ -33,6 +33,7 @@ from examples.studies.full_table import by_prompt
 from examples.studies.sdsat.task_quality import HUMAN_EVAL_PROMPT, passes, read
 from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench.contenders import Contender
+from hf_spec.evaluation.bench.runner import rotated
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.lossless.mismatch import differences
 
@@ -65,8 +66,7 @@ def measure(
     ids = encode(tokenizer, problem, options.after_copy)
     begun = COPY.format(**problem).rstrip() if options.after_copy else ""
     runs, results = dict[str, list[int]](), dict[str, dict[str, Any]]()
-    start = turn % len(contenders)
-    for contender in [*contenders[start:], *contenders[:start]]:
+    for contender in rotated(contenders, turn):
         began = time.perf_counter()
         run = contender.run(ids, new_tokens, torch.ones_like(ids))
         seconds = time.perf_counter() - began

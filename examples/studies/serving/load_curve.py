@@ -26,6 +26,7 @@ from examples.studies import timing
 from hf_spec import BatchStreamer
 from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.entries import Entry, parse_entries
+from hf_spec.evaluation.bench.runner import rotated
 from hf_spec.evaluation.bench.tables import Table
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
@@ -140,10 +141,9 @@ def main(argv: list[str] | None = None) -> None:
             continue
         plain: list[list[int]] = []
         for repeat in range(options.repeats + 1):
-            turn = repeat % len(entries)
             runs = [
                 answer(model, entry, known, load, options.new_tokens)
-                for entry in [*entries[turn:], *entries[:turn]]
+                for entry in rotated(entries, repeat)
             ]
             for run in runs:
                 answers = run.pop("answers")

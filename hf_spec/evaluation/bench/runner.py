@@ -19,6 +19,7 @@ from hf_spec.training.responses import until_end
 
 CPU = torch.device("cpu")
 WARM_UP_TOKENS = 16
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 # Linux: writing 5 here resets the peak of this process; the status file has the peak since then.
 _RESET = Path("/proc/self/clear_refs")
@@ -185,9 +186,8 @@ def _in_turn(
     progress: Callable[[], object],
 ) -> dict[str, _Timed]:
     """Run every contender once, in the order of this repetition."""
-    turn = repeat % len(contenders)
     runs = {}
-    for contender in [*contenders[turn:], *contenders[:turn]]:
+    for contender in rotated(contenders, repeat):
         if plan.seed is not None:
             torch.manual_seed(plan.seed + repeat)
         reset_peak(plan.device)
@@ -197,6 +197,15 @@ def _in_turn(
         runs[contender.name] = _Timed(run, outputs, seconds, peak_bytes(plan.device))
         progress()
     return runs
+
+
+def rotated(items: Sequence[Item], turn: int) -> list[Item]:
+    """Return the items in the order of a turn: over turns, each is first, and last, equally often.
+
+    The first timed call after another one may find cold caches, or a machine that got slower.
+    """
+    start = turn % len(items)
+    return [*items[start:], *items[:start]]
 
 
 def timed(

@@ -22,10 +22,20 @@ from hf_spec.evaluation.bench.runner import (
     Row,
     peak_bytes,
     reset_peak,
+    rotated,
     time_contenders,
 )
 
 NEW_TOKENS = 6
+
+
+def test_every_item_has_every_place_in_turn() -> None:
+    assert [rotated("abc", turn) for turn in range(4)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
 
 
 def named(
