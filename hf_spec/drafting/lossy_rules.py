@@ -72,30 +72,24 @@ class PathSampling(LongestPath):
     """
 
     def _accept(self, tree: DraftTree, walk: Walk) -> set[int]:
-        rows = {row: tree.nodes(row) for row in walk.state.unfinished}
-        accepted = {nodes[0] for nodes in rows.values()}
-        # Virtual nodes belong to no path.
-        tokens = [(row, n) for row, nodes in rows.items() for n in nodes if tree.tokens[n] >= 0]
-        inner = [(row, node) for row, node in tokens if tree.proposals(node)]
-        if not inner:
-            return accepted
-        prefixes: dict[int, list[int]] = {}
-        for _, node in tokens:
-            above = tree.parent[node]
-            prefixes[node] = [] if above < 0 else [*prefixes[above], tree.tokens[node]]
-        owners, nodes = [row for row, _ in inner], [node for _, node in inner]
-        scores = walk.scores_of(owners, nodes, [prefixes[node] for node in nodes])
-        probs = dict(zip(nodes, scores.softmax(dim=-1), strict=True))
-        for _, leaf in tokens:
-            if tree.proposals(leaf):
-                continue
-            path = [leaf]
-            while tree.parent[path[-1]] >= 0:
-                path.append(tree.parent[path[-1]])
-            for node in path[-2::-1]:
-                if int(draw_or_none(probs[tree.parent[node]][None])) != tree.tokens[node]:
-                    break
-                accepted.add(node)
+        accepted = {tree.row_start[row] for row in walk.state.unfinished}
+        alive = [(row, path) for row in walk.state.unfinished for path in _paths(tree, row)]
+        depth = 0
+        while alive := [(row, path) for row, path in alive if len(path) > depth + 1]:
+            # Paths share the scores of a node, and each of them draws.
+            at = {path[depth]: (row, path) for row, path in alive}
+            prefixes = [[tree.tokens[n] for n in path[1 : depth + 1]] for _, path in at.values()]
+            scores = walk.scores_of([row for row, _ in at.values()], list(at), prefixes)
+            place = {node: index for index, node in enumerate(at)}
+            probs = scores.softmax(dim=-1)[[place[path[depth]] for _, path in alive]]
+            drawn = draw_or_none(probs).tolist()
+            depth += 1
+            alive = [
+                (row, path)
+                for (row, path), token in zip(alive, drawn, strict=True)
+                if tree.tokens[path[depth]] == token
+            ]
+            accepted.update(path[depth] for _, path in alive)
         return accepted
 
 
@@ -124,3 +118,17 @@ class IndependentAcceptance(LongestPath):
                         paths[child] = [*paths[node], token]
                         level.append((row, child))
         return set(paths)
+
+
+def _paths(tree: DraftTree, row: int) -> list[list[int]]:
+    """Return the nodes of every path from the root of `row` to a leaf."""
+    paths = []
+    for leaf in tree.nodes(row):
+        # Virtual nodes belong to no path.
+        if tree.tokens[leaf] < 0 or tree.proposals(leaf):
+            continue
+        path = [leaf]
+        while (above := tree.parent[path[-1]]) >= 0:
+            path.append(above)
+        paths.append(path[::-1])
+    return paths

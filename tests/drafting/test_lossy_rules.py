@@ -71,8 +71,8 @@ def test_a_processor_that_may_remember_is_refused() -> None:
 class TestPathSampling:
     DRAWS = 8_000
 
-    def shares(self, tokens: list[int], parents: list[int], probs: list[list[float]]) -> Tensor:
-        """Return (4,) frequencies of the first token."""
+    def verdict(self, tokens: list[int], parents: list[int], probs: list[list[float]]) -> Verdict:
+        """Verify a tree in `DRAWS` rows."""
         rows = self.DRAWS
         prompt = torch.full((rows, 1), 3)
         stop = StopRules([MaxLengthCriteria(20)], rows)
@@ -80,9 +80,20 @@ class TestPathSampling:
         tree = DraftTree.from_rows([(tokens, parents)] * rows)
         torch.manual_seed(0)
         logits = torch.tensor(probs).log().repeat(rows, 1)
-        verdict: Verdict = PathSampling([], rows).verify(tree, logits, state)
-        first = torch.tensor([verdict.tokens(row)[0] for row in range(rows)])
-        return torch.bincount(first, minlength=4) / rows
+        return PathSampling([], rows).verify(tree, logits, state)
+
+    def shares(self, tokens: list[int], parents: list[int], probs: list[list[float]]) -> Tensor:
+        """Return (4,) frequencies of the first token."""
+        verdict = self.verdict(tokens, parents, probs)
+        first = torch.tensor([verdict.tokens(row)[0] for row in range(self.DRAWS)])
+        return torch.bincount(first, minlength=4) / self.DRAWS
+
+    def test_every_level_is_drawn_at_its_own_node(self) -> None:
+        half, most = [0.5, 0.3, 0.1, 0.1], [0.1, 0.8, 0.05, 0.05]
+        found = self.verdict([3, 0, 1], [-1, 0, 1], [half, most, half])
+        lengths = torch.bincount(torch.tensor([len(path) for path in found.paths]), minlength=3)
+        expected = torch.tensor([0.5, 0.5 * 0.2, 0.5 * 0.8])
+        torch.testing.assert_close(lengths / self.DRAWS, expected, atol=0.025, rtol=0)
 
     def test_a_child_has_a_second_chance_as_the_bonus(self) -> None:
         half = [0.5, 0.3, 0.1, 0.1]
