@@ -234,18 +234,24 @@ def sdsat() -> str:
 
 def sdsat_trainings() -> str:
     """Return the settings of each training, and the task quality of the models that it changed."""
-    found = load("sdsat/smollm2_sdsat_trainings.json")["trainings"]
-    results = load("sdsat/smollm2_sdsat_quality.json")["results"]
-    judged = {Path(name).name: result for name, result in results.items()}
-    base = next(name for name in judged if name not in found)
-    rows: Rows = [("the base", None, None, *task_quality.shares(judged[base]))]
-    for name, one in found.items():
-        settings = one["settings"]
-        loss = settings["loss"] + (", infilling" if settings["infilling"] else "")
-        quality = task_quality.shares(judged[name]) if name in judged else (None, None)
-        accepted = one["evaluations"][-1]["accepted"]
-        rows.append((f"`{settings['mode']}`", loss, accepted, *quality))
-    return table(("mode", "loss", "accepted", *task_quality.SHARES), rows, "", ".2f", "", "")
+    rows: Rows = []
+    for model, trained, tested in (
+        ("SmolLM2", "smollm2_sdsat_trainings", "smollm2_sdsat_quality"),
+        ("Qwen 0.5B", "qwen_trainings", "qwen_quality"),
+    ):
+        found = load(f"sdsat/{trained}.json")["trainings"]
+        results = load(f"sdsat/{tested}.json")["results"]
+        judged = {Path(name).name: task_quality.shares(of) for name, of in results.items()}
+        base = next(name for name in judged if name not in found)
+        rows.append((f"{model}, base", None, None, None, *judged[base]))
+        for name, one in found.items():
+            settings, last = one["settings"], one["evaluations"][-1]
+            loss = settings["loss"] + (", infilling" if settings["infilling"] else "")
+            quality = judged.get(name, [None] * len(task_quality.SHARES))
+            mode = f"{model}, `{settings['mode']}`"
+            rows.append((mode, loss, last["accepted"], last.get("clean_loss"), *quality))
+    head = ("model, mode", "loss", "accepted", "loss on clean text", *task_quality.SHARES)
+    return table(head, rows, "", ".2f", ".3f", "", "", "")
 
 
 def gsd() -> str:

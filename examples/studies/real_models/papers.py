@@ -147,7 +147,7 @@ STEPS = (
         240,
         12,
         False,
-        f"{SDSAT} --mode lora --loss basic --num-train-epochs 1 --eval-steps 20 "
+        f"{SDSAT} --mode lora --loss basic --num-train-epochs 1 --infilling 0.5 --eval-steps 20 "
         "--out {work}/sdsat-basic",
     ),
     Step(
