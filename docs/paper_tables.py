@@ -233,25 +233,30 @@ def sdsat() -> str:
 
 
 def sdsat_trainings() -> str:
-    """Return the settings of each training, and the task quality of the models that it changed."""
+    """Return the losses and acceptance of trainings, and which functions the models then solve."""
+    kinds = [number for number, head in enumerate(task_quality.SHARES) if "pass@1" in head]
     rows: Rows = []
     for model, trained, tested in (
         ("SmolLM2", "smollm2_sdsat_trainings", "smollm2_sdsat_quality"),
-        ("Qwen 0.5B", "qwen_trainings", "qwen_quality"),
+        ("Qwen", "qwen_trainings", "qwen_quality"),
     ):
         found = load(f"sdsat/{trained}.json")["trainings"]
         results = load(f"sdsat/{tested}.json")["results"]
-        judged = {Path(name).name: task_quality.shares(of) for name, of in results.items()}
-        base = next(name for name in judged if name not in found)
-        rows.append((f"{model}, base", None, None, None, *judged[base]))
+        solved = {Path(name).name: task_quality.shares(of) for name, of in results.items()}
+        base = next(name for name in solved if name not in found)
+        rows.append((f"{model}, base", None, None, None, *(solved[base][k] for k in kinds)))
         for name, one in found.items():
             settings, last = one["settings"], one["evaluations"][-1]
+            # This mode does not change the model.
+            if settings["mode"] == "embeddings":
+                continue
             loss = settings["loss"] + (", infilling" if settings["infilling"] else "")
-            quality = judged.get(name, [None] * len(task_quality.SHARES))
+            quality = [solved[name][k] if name in solved else None for k in kinds]
             mode = f"{model}, `{settings['mode']}`"
             rows.append((mode, loss, last["accepted"], last.get("clean_loss"), *quality))
-    head = ("model, mode", "loss", "accepted", "loss on clean text", *task_quality.SHARES)
-    return table(head, rows, "", ".2f", ".3f", "", "", "")
+    heads = ("own functions", "HumanEval")
+    head = ("model, mode", "loss", "accepted", "clean loss", *heads)
+    return table(head, rows, "", ".2f", ".3f", "", "")
 
 
 def gsd() -> str:
