@@ -255,11 +255,12 @@ class RoundTimes:
         expected: Callable[[float], float] = similar.verify if similar else _expected_verify
         self.verify: LearnedCurve = LearnedCurve(expected, scales=True)
         if similar is not None:
-            self._draft = {name: LearnedCurve(curve) for name, curve in similar._draft.items()}
-            self._read = {name: LearnedCurve(curve) for name, curve in similar._read.items()}
+            # Copies, because another thread may add to them.
+            self._draft = {name: LearnedCurve(of) for name, of in similar._draft.copy().items()}
+            self._read = {name: LearnedCurve(of) for name, of in similar._read.copy().items()}
             self._memories = {
                 index: DraftMemory(memory.stats.copy())
-                for index, memory in similar._memories.items()
+                for index, memory in similar._memories.copy().items()
             }
 
     def costs(
