@@ -234,7 +234,7 @@ def sdsat() -> str:
 
 def sdsat_trainings() -> str:
     """Return the losses and acceptance of trainings, and which functions the models then solve."""
-    kinds = [number for number, head in enumerate(task_quality.SHARES) if "pass@1" in head]
+    metrics = {"pass@1, code": "own functions", "pass@1, HumanEval": "HumanEval"}
     rows: Rows = []
     for model, trained, tested in (
         ("SmolLM2", "smollm2_sdsat_trainings", "smollm2_sdsat_quality"),
@@ -244,18 +244,17 @@ def sdsat_trainings() -> str:
         results = load(f"sdsat/{tested}.json")["results"]
         solved = {Path(name).name: task_quality.shares(of) for name, of in results.items()}
         base = next(name for name in solved if name not in found)
-        rows.append((f"{model}, base", None, None, None, *(solved[base][k] for k in kinds)))
+        rows.append((f"{model}, base", None, None, None, *(solved[base][m] for m in metrics)))
         for name, one in found.items():
             settings, last = one["settings"], one["evaluations"][-1]
             # This mode does not change the model.
             if settings["mode"] == "embeddings":
                 continue
             loss = settings["loss"] + (", infilling" if settings["infilling"] else "")
-            quality = [solved[name][k] if name in solved else None for k in kinds]
+            quality = [solved[name][m] if name in solved else None for m in metrics]
             mode = f"{model}, `{settings['mode']}`"
             rows.append((mode, loss, last["accepted"], last.get("clean_loss"), *quality))
-    heads = ("own functions", "HumanEval")
-    head = ("model, mode", "loss", "accepted", "clean loss", *heads)
+    head = ("model, mode", "loss", "accepted", "clean loss", *metrics.values())
     return table(head, rows, "", ".2f", ".3f", "", "")
 
 

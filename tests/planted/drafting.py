@@ -290,7 +290,7 @@ MUTANTS = (
         "a trial may take the rest of the answer",
         area="cost model",
         file="hf_spec/drafting/cost_model/acceptance_stats.py",
-        old="tried = any(due) and REST_PER_STEP * cost() <= steps_left",
+        old="tried = any(due) and REST_PER_STEP * cost <= steps_left",
         new="tried = any(due)",
         tests=("tests/drafting/cost_model/test_acceptance_stats.py",),
     ),

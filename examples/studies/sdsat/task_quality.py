@@ -135,9 +135,9 @@ def judge(
         yield {"kind": kind, "number": number, **judged(kind, problem, said), "said": said}
 
 
-def shares(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the number of correct answers of each kind, in the order of `SHARES`."""
-    return [_share(records, kind) for kind in SHARES.values()]
+def shares(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the number of correct answers by metric, see `SHARES`."""
+    return {metric: _share(records, kind) for metric, kind in SHARES.items()}
 
 
 def _share(records: Sequence[dict[str, Any]], kind: str) -> str:
@@ -148,12 +148,10 @@ def _share(records: Sequence[dict[str, Any]], kind: str) -> str:
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Return Markdown: per model, the correct answers of each kind in the records."""
     asked = {one["kind"] for records in results.values() for one in records}
-    kinds = {head: kind for head, kind in SHARES.items() if kind in asked}
-    rows = [
-        [name, *(_share(records, kind) for kind in kinds.values())]
-        for name, records in results.items()
-    ]
-    return Table(["model", *kinds], rows).markdown()
+    metrics = [metric for metric, kind in SHARES.items() if kind in asked]
+    found = {name: shares(records) for name, records in results.items()}
+    rows = [[name, *(share[metric] for metric in metrics)] for name, share in found.items()]
+    return Table(["model", *metrics], rows).markdown()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -213,18 +213,18 @@ class DraftSource:
         self,
         depths: Mapping[int, int],
         max_depths: Mapping[int, int],
-        cost: Callable[[], float],
+        cost: float,
         steps_left: float,
     ) -> dict[int, int]:
         """Return the depths, and those of trials in rows where the drafter was not chosen.
 
-        A trial costs `cost()` steps of the target, of which at most `steps_left` are to come.
+        A trial costs `cost` steps of the target, of which at most `steps_left` are to come.
         Forward passes are shared, so all these rows are tried as soon as one is due.
         """
         open_rows = [row for row, most in max_depths.items() if most]
         idle = [row for row in open_rows if not depths[row]]
         due = [self.explorations[row].is_due(cost) for row in idle]
-        tried = any(due) and REST_PER_STEP * cost() <= steps_left
+        tried = any(due) and REST_PER_STEP * cost <= steps_left
         for row in open_rows:
             self.explorations[row].record(depths[row] > 0, tried and not depths[row])
         trial = dict.fromkeys(idle, self.trial_depth) if tried else {}

@@ -187,8 +187,8 @@ class LearnedCurve:
         """Record one timing at the knot from `size` on; `expected` is for the first of all."""
         knot = _knot(size)
         # The known costs define the step from one size to another.
-        known = self.has_timings and self(size) > 0
-        scale = self(knot) / self(size) if known else self._expected_ratio(knot, size)
+        cost = self(size)
+        scale = self(knot) / cost if cost > 0 else self._expected_ratio(knot, size)
         before = self(knot) if self.has_timings else scale * expected
         timings = self._timings.get(knot, SizeTimings(before / median_low(self._slowdowns)))
         if self._scales and size == knot and timings.number >= NUM_RELIABLE and timings.cost > 0:

@@ -217,7 +217,7 @@ class CostModelDrafter(Drafter):
         whole: DraftTree | None = None
         for source in self.assistants:
             drafter, depths = source.drafter, self._draft_depths(source, plan, max_depths)
-            cost = partial(self._trial_steps, source, base, len(trees), reading[source.name])
+            cost = self._trial_steps(source, base, len(trees), reading[source.name])
             depths = source.with_trials(depths, max_depths, cost, max(limits.values(), default=0))
             drafting_rows = [row for row, depth in depths.items() if depth]
             deepest, unread = max(depths.values(), default=0), source.unread(state, drafting_rows)

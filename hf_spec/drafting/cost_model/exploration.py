@@ -4,8 +4,8 @@ Only drafting shows whether drafts pay. A drafter that the cost model does not c
 tried again: after a wait in proportion to the cost of the trial, which doubles with every trial
 that did not make the drafter pay. So N rounds have O(log N) trials. A trial is the cheapest draft.
 The target's own next token shows whether its first level is right, even if no draft node is sent.
-A drafter must first read what was generated since its last draft, which in batches takes longer
-than all else; a trial that takes too much of the rest of the answer is left out.
+A drafter must first read what was generated since its last draft, which in batches may take most
+of the time of a trial; one that takes too much of the rest of the answer is left out.
 
 Drafters without a model run in every round. At high loads, where nothing that they draft is sent,
 even their time on the host counts: a `Backoff` lets rounds pass without them.
@@ -13,7 +13,6 @@ even their time on the host counts: a `Backoff` lets rounds pass without them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 # Rounds before the first trial, per step of the target that a trial costs.
@@ -49,10 +48,10 @@ class Exploration:
         # The drafter has not read this text.
         self.cost = 0.0
 
-    def is_due(self, cost: Callable[[], float]) -> bool:
-        """Return True if a trial that costs `cost()` steps of the target is due in this round."""
+    def is_due(self, cost: float) -> bool:
+        """Return True if a trial that costs `cost` steps of the target is due in this round."""
         if self.idle == 0 or not self.cost:
-            self.cost = cost()
+            self.cost = cost
         return self.idle >= WAIT_PER_STEP * self.cost * 2 ** min(self.trials, MOST_DOUBLINGS)
 
     def record(self, chosen: bool, tried: bool) -> None:

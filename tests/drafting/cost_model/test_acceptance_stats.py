@@ -231,9 +231,9 @@ class TestDraftSource:
         source.start(1)
         source.explorations[0].idle, source.explorations[0].cost = 1000, 1.0
         rest = 2 * REST_PER_STEP
-        assert source.with_trials({0: 0}, {0: 9}, lambda: 2.1, rest) == {0: 0}
-        assert source.with_trials({0: 0}, {0: 9}, lambda: 2.0, rest) == {0: 1}
-        assert source.with_trials({0: 0}, {0: 9}, lambda: 0.1, rest) == {0: 0}
+        assert source.with_trials({0: 0}, {0: 9}, 2.1, rest) == {0: 0}
+        assert source.with_trials({0: 0}, {0: 9}, 2.0, rest) == {0: 1}
+        assert source.with_trials({0: 0}, {0: 9}, 0.1, rest) == {0: 0}
 
     def test_a_trial_is_the_deepest_draft_that_takes_one_forward_pass(self) -> None:
         drafter = Fixed()

@@ -20,7 +20,7 @@ def trials(cost: float, rounds: int) -> list[int]:
     """Return the rounds in which a drafter that never pays off is tried."""
     exploration, tried = Exploration(), []
     for number in range(rounds):
-        due = exploration.is_due(lambda: cost)
+        due = exploration.is_due(cost)
         exploration.record(chosen=False, tried=due)
         if due:
             tried.append(number)
@@ -45,7 +45,7 @@ def test_what_trials_lose_grows_with_the_logarithm_of_the_rounds(cost: float) ->
 def test_a_drafter_that_pays_again_is_soon_tried_again_later() -> None:
     exploration = Exploration()
     for _ in range(200):
-        exploration.record(chosen=False, tried=exploration.is_due(lambda: 0.5))
+        exploration.record(chosen=False, tried=exploration.is_due(0.5))
     assert exploration.trials > 2
     exploration.record(chosen=True, tried=False)
     assert (exploration.idle, exploration.trials) == (0, 0)
@@ -53,7 +53,7 @@ def test_a_drafter_that_pays_again_is_soon_tried_again_later() -> None:
 
 def test_a_free_trial_is_always_due() -> None:
     exploration = Exploration(trials=5)
-    assert exploration.is_due(lambda: 0.0)
+    assert exploration.is_due(0.0)
 
 
 class TestBackoff:
