@@ -4,7 +4,7 @@
     python examples/ray_data.py --model MODEL --prompts in.jsonl --out answers
 
 Each line of `in.jsonl` has a `prompt`; the folder `answers` receives JSON lines with `prompt` and
-`answer`. Every worker loads the model once. See docs/choosing-a-strategy.md for `--strategy`.
+`answer`. Every worker loads the model once. See docs/choosing.md for `--strategy`.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ Or without the import, which runs the code in `custom_generate/`:
 model.generate(**inputs, custom_generate=adapter, trust_remote_code=True)
 ```
 {% if held_back %}
-## Held-back texts
+## Held-out texts
 
 | | |
 |---|---|
@@ -192,7 +192,7 @@ def _held_out_metrics(method: str, held_out: Iterable[tuple[str, Any]]) -> Itera
     for label, value in held_out:
         name = label.removeprefix(prefix)
         if isinstance(value, float) and (name != label or "." not in label):
-            yield _metric("held-back", "held-back answers of the base model", name, name, value)
+            yield _metric("held-out", "held-out answers of the base model", name, name, value)
 
 
 def _speed_metric(row: Mapping[str, Any]) -> EvalResult:

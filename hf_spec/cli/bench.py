@@ -20,6 +20,9 @@ from hf_spec.evaluation.settings import Suite
 if TYPE_CHECKING:
     from hf_spec.evaluation.bench.suite import Benchmark
 
+# Prompts of each task of this package.
+PER_TASK = 4
+
 
 @options.from_settings
 def bench(  # noqa: PLR0913 - one parameter per option
@@ -29,7 +32,9 @@ def bench(  # noqa: PLR0913 - one parameter per option
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,
     whole: Annotated[bool, typer.Option("--whole", help="Read a text file as one prompt.")] = False,
-    per_task: options.PerTask = 4,
+    per_task: Annotated[
+        int | None, typer.Option(min=1, help=options.PER_TASK_HELP.format(PER_TASK))
+    ] = None,
     task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.")] = None,
     suite: Suite,
     out: options.Out = None,
@@ -57,6 +62,7 @@ def bench(  # noqa: PLR0913 - one parameter per option
         raise OptionError(f"--plots needs matplotlib: {how_to_install('bench')}")
     default = ["lookup"] if suite.synthetic_acceptance is None else []
     entries = with_baseline(parse_entries(strategy or default, assistant or []))
+    per_task = per_task or (None if prompts else PER_TASK)
     texts = load_prompts(prompts, per_task, task or (), whole)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     suite = replace(suite, step_cost=plots is not None)

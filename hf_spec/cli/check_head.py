@@ -37,7 +37,8 @@ def check_head(
         target_answers,
     )
 
-    texts, published = load_prompts(prompts, 1), read_ambiguous_head(head)
+    texts = load_prompts(prompts, None if prompts else 1)
+    published = read_ambiguous_head(head)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     answers = target_answers(target, [text.encode(tokenizer) for text in texts], max_new_tokens)
     best = choose_layout(published, target, answers, _print_agreement)

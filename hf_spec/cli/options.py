@@ -135,7 +135,7 @@ Prompts = Annotated[
         "Default: the prompts of this package.",
     ),
 ]
-PerTask = Annotated[int, typer.Option(min=1, help="Number of prompts per task.")]
+PER_TASK_HELP = "Number of prompts per task. Default: {}, or all prompts of a file."
 Out = Annotated[Path | None, typer.Option(help="JSON file of the results.")]
 
 

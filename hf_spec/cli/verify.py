@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hf_spec.evaluation.lossless.sampling import SamplingResult
     from hf_spec.evaluation.lossless.verify import Verification
 
+# Prompts of each task of this package.
+PER_TASK = 2
 # Exit status by verdict; see `hf_spec.cli.failures`.
 STATUS = {"passed": 0, "failed": FAILED, "unproven": UNPROVEN}
 
@@ -30,7 +32,9 @@ def verify(  # noqa: PLR0913 - one parameter per option
     strategy: Annotated[list[str], typer.Option(help=options.STRATEGY_HELP)],
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,
-    per_task: options.PerTask = 2,
+    per_task: Annotated[
+        int | None, typer.Option(min=1, help=options.PER_TASK_HELP.format(PER_TASK))
+    ] = None,
     plan: VerificationPlan,
     out: options.Out = None,
     placement: options.Placement,
@@ -55,7 +59,7 @@ def verify(  # noqa: PLR0913 - one parameter per option
 
     options.check_out(out, prompts)
     entries = parse_entries(strategy, assistant or [], compile_layers=None)
-    texts = load_prompts(prompts, per_task)
+    texts = load_prompts(prompts, per_task or (None if prompts else PER_TASK))
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     runs = len(entries) * (len(texts) + bool(plan.sampled_prompts))
     with tqdm(total=runs, desc="checks", disable=None) as bar:

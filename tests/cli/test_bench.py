@@ -183,3 +183,15 @@ def test_files_that_would_be_lost_are_refused(
     result = command("--plots", str(tmp_path / "plots"))
     assert result.exit_code == 2
     assert "is a file; use a new or existing folder" in result.stderr
+
+
+def test_a_file_is_read_whole_unless_limited(folder: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "results.json"
+    prompts.write_text("\n".join("abcdef"))
+    given = ["bench", str(folder), "--prompts", str(prompts), *SHORT, "--repeats", "1"]
+    counts = []
+    for limit in ([], ["--per-task", "3"]):
+        result = CliRunner().invoke(build_app(), [*given, *limit, "--out", str(out)])
+        assert result.exit_code == 0, result.output
+        counts.append(len({one["prompt"] for one in json.loads(out.read_text())["records"]}))
+    assert counts == [6, 3]

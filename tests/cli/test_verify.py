@@ -109,3 +109,12 @@ class TestNothingAccepted:
         assert command(*both).exit_code == 3
         monkeypatch.setattr(drafter, "NodeDraw", OneTooMany)
         assert command(*both).exit_code == 1
+
+
+def test_a_file_is_read_whole_unless_limited(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join("abcde"))
+    given = ["verify", str(folder), "--prompts", str(prompts), "--strategy", "none", *SHORT]
+    for limit, expected in ([], 5), (["--per-task", "3"], 3):
+        result = CliRunner().invoke(build_app(), [*given, "--sampled-prompts", "0", *limit])
+        assert f"{expected} of {expected} outputs identical" in result.output
