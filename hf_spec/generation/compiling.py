@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from hf_spec.backend.device.placement import host_default
 from hf_spec.common.errors import OptionError, choices
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, compiling
 from hf_spec.engine.forward.draft_tree import DraftTree
@@ -92,6 +93,7 @@ def warm_up(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
+@host_default()
 def _run(model: PreTrainedModel) -> None:
     runner, text = ModelRunner(model, 1), [1, 2, 3, 4]
     with runner.active():

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
+from hf_spec.backend.device.placement import host_default
 from hf_spec.common.errors import OptionError
 from hf_spec.common.outputs import SpecBatchOutput, SpecRequestOutput
 from hf_spec.drafting.config import StrategyConfig
@@ -243,6 +244,7 @@ def _resolve_stored(
     return strategy, {**others, "assistant": assistant}
 
 
+@host_default()
 def speculate(
     original: Any,
     model: PreTrainedModel,
@@ -291,6 +293,7 @@ def _generate_all(
     )
 
 
+@host_default()
 def _continuous_batch(
     generate: Any, model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]
 ) -> ContinuousBatch | None:

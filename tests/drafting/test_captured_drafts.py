@@ -6,6 +6,7 @@ baked into a graph therefore shows up in the drafts of later rounds.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import (
     EtaLogitsWarper,
     SuppressTokensLogitsProcessor,
@@ -30,8 +32,10 @@ from hf_spec import (
     MtpConfig,
     TreeConfig,
 )
+from hf_spec.backend.device import graph_store
 from hf_spec.drafting import level_drafter
 from hf_spec.drafting.level_drafter import processors_key
+from hf_spec.engine.decode import logits_processors
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import RowProcessors
 from hf_spec.engine.decode.sampling import distribution
@@ -360,6 +364,28 @@ class TestKeys:
             for one in call.rounds[1:]:
                 if one.tree.draft_probs is not None:
                     assert int((one.tree.draft_probs > 0).sum(dim=1).cpu().max()) <= 2
+
+    def test_settings_of_processors_outlive_the_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A real graph keeps the addresses that it reads, not the tensors."""
+        read = []
+        processors = [TemperatureLogitsWarper(0.6), TopKLogitsWarper(17)]
+        case = Case(DRAFT, draft_model, processors=processors, sampled=True)
+        with Device(case, monkeypatch) as device:
+            apply = logits_processors.filter_scores
+
+            def seen(scores: Tensor, settings: Any) -> Tensor:
+                read.append(StorageWeakRef(settings.held.untyped_storage()))
+                return apply(scores, settings)
+
+            monkeypatch.setattr(logits_processors, "filter_scores", seen)
+            assert device.decode().programs > 0
+            for stored in graph_store._stored.values():
+                for shape in stored.recorded.values():
+                    # The fake graph holds the call.
+                    shape.graph = None
+            gc.collect()
+        assert read
+        assert not any(settings.expired() for settings in read)
 
 
 @pytest.mark.full

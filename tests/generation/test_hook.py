@@ -322,6 +322,28 @@ class TestCallers:
         assert torch.equal(drafted, plain)
         assert len(speculative_calls) == 1
 
+    @pytest.mark.parametrize("default", ["meta", torch.float64, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+    def test_default_devices_and_dtypes_do_not_matter(
+        self, default: Any, sampled: bool, model: T.PreTrainedModel
+    ) -> None:
+        call = {"max_new_tokens": 12, "do_sample": sampled, "spec_strategy": "tree"}
+        call["assistant"] = build("llama")
+
+        def outputs() -> list[list[int]]:
+            torch.manual_seed(0)
+            [batch] = model.generate_batch(PROMPT.tolist(), **call).values()
+            return [model.generate(PROMPT, **call)[0].tolist(), batch.generated_tokens]
+
+        expected = outputs()
+        set_default = torch.set_default_device if default == "meta" else torch.set_default_dtype
+        set_default(default)
+        try:
+            assert outputs() == expected
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+
     def test_a_peft_model_drafts_for_another(self, model: T.PreTrainedModel) -> None:
         from peft import LoraConfig, get_peft_model
 

@@ -30,6 +30,7 @@ HEAD_START = 1.25
 # More blocks than this fraction are not faster to compute than all.
 MOST_BLOCKS = 1 / 8
 LARGEST_CODE = 127
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Sums of K products in float32, in any order, are off by at most K u |x| |w|, with u = 2**-24 and
 # the norms of the states and of the weight. Scores and outputs are two such sums; the scales, the
 # margins and their use add a few roundings. (K + 2) times this covers all of them up to 2**17
@@ -119,13 +120,15 @@ def screen(weight: Tensor, exact: PackedWeight) -> ScreenedWeight:
     """
     num_outputs, num_inputs = weight.shape
     codes = torch.empty(num_outputs, num_inputs, dtype=torch.int8)
-    scales, margins = torch.empty(2, num_outputs)
+    scales, margins = torch.empty(2, num_outputs, dtype=torch.float32)
     size = max(1, ROUNDED_TOGETHER // num_inputs)
     for first in range(0, num_outputs, size):
         part = slice(first, first + size)
         wide = weight[part].float()
         norms = wide.norm(dim=1)
-        scale = wide.abs().amax(dim=1).div_(LARGEST_CODE).clamp_min_(torch.finfo().tiny)
+        scale = (
+            wide.abs().amax(dim=1).div_(LARGEST_CODE).clamp_min_(torch.finfo(torch.float32).tiny)
+        )
         rounded = (wide / scale[:, None]).round_()
         codes[part], scales[part] = rounded, scale
         error = rounded.mul_(scale[:, None]).sub_(wide).norm(dim=1)

@@ -7,6 +7,8 @@ process a shard, and quantized layers have formats of their own.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -98,3 +100,13 @@ def _as_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach().to(dtype))
     return linear
+
+
+@contextmanager
+def host_default() -> Iterator[None]:
+    """Create tensors without a device on the host, whatever `torch.set_default_device` set."""
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from hf_spec.backend.device.placement import execution_device
+from hf_spec.backend.device.placement import execution_device, host_default
 from hf_spec.common.outputs import RowStats, SpecRequestOutput, SpecStats
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
@@ -101,6 +101,7 @@ class Slots(ABC):
         start = time.perf_counter()
         with (
             torch.no_grad(),
+            host_default(),
             compiling(self._drafter.compile),
             self._target.active(),
             self._drafter.active(self._state),

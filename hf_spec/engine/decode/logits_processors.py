@@ -18,6 +18,7 @@ Rows that hold sequences of different calls have one list of processors each (`R
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -236,6 +237,10 @@ class _OfRow:
         return any(processors.reads_tokens for processors in self.lists)
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        filters = [self.lists[row].filters([0]) for row in rows]
+        if serves(scores) and None not in filters:
+            settings = torch.tensor([found[0] for found in filters if found], dtype=torch.float32)
+            return filter_scores(scores, send([settings], scores.device)[0])
         groups: dict[int, list[int]] = defaultdict(list)
         for node, row in enumerate(rows):
             if self.lists[row]:
@@ -276,7 +281,6 @@ class _Filters:
     def __init__(self, processor: Processor, settings: dict[str, float]):
         self._steps = [_PrefixFree(processor)]
         self._settings = settings
-        self._sent: dict[torch.device, Tensor] = {}
 
     @property
     def filter(self) -> Filter:
@@ -297,10 +301,16 @@ class _Filters:
             for step in self._steps:
                 scores = step(rows, prefixes, scores)
             return scores
-        device = scores.device
-        if device not in self._sent:
-            (self._sent[device],) = send([torch.tensor([self.filter])], device)
-        return filter_scores(scores, self._sent[device].expand(len(scores), -1))
+        return filter_scores(scores, _on_device(self.filter, scores.device).expand(len(scores), -1))
+
+
+@functools.cache
+def _on_device(settings: Filter, device: torch.device) -> Tensor:
+    """Return (1, 4) float32 settings on the device.
+
+    They are never freed: graphs of earlier calls keep their address, not the tensor.
+    """
+    return send([torch.tensor([settings], dtype=torch.float32)], device)[0]
 
 
 class _ByLength:

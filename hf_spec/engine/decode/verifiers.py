@@ -246,7 +246,7 @@ class ResidualRejection(ExactVerifier):
         for tokens in table.unbind(dim=1):
             undecided = (chosen < 0) & (tokens >= 0)
             token = tokens.clamp(min=0)[:, None]
-            uniforms = torch.rand(token.shape, device=target.device)
+            uniforms = torch.rand(token.shape, dtype=torch.float32, device=target.device)
             fits = (uniforms * draft.gather(1, token) < target.gather(1, token))[:, 0]
             chosen = torch.where(undecided & fits, tokens, chosen)
             rejected = (undecided & ~fits)[:, None]
@@ -323,7 +323,7 @@ def _tree_walk(tree: DraftTree, state: GenerationState, filters: Sequence[Filter
     residual = draft_probs is not None
     if state.drawing:
         # Drawn on the host, they are sent with the rest.
-        tensors.append(torch.rand(tree.num_nodes, *[2] * residual))
+        tensors.append(torch.rand(tree.num_nodes, *[2] * residual, dtype=torch.float32))
     if draft_probs is not None:
         tensors.append(draft_probs)
     return Readout(compute=_TreeWalk(filtering, state.drawing, residual), tensors=tensors)

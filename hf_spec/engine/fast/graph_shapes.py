@@ -252,7 +252,9 @@ class Shape:
             StepBuffers(part, step, fixed, capacity, device)
             for part, step in zip(bucket.steps, inputs.steps, strict=True)
         ]
-        self.noise = None if inputs.noise is None else torch.empty(inputs.noise, device=device)
+        self.noise: Tensor | None = None
+        if inputs.noise is not None:
+            self.noise = torch.empty(inputs.noise, dtype=torch.float32, device=device)
 
     def fill(self, inputs: GraphInputs) -> None:
         """Copy inputs to the fixed addresses, those of the host in one transfer; draw noise."""

@@ -162,6 +162,18 @@ def test_without_margins_another_output_is_taken() -> None:
     assert wrong > 0
 
 
+def test_in_a_process_with_another_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    weight = weight_of(torch.float32)
+    # An output of zeros.
+    weight[3] = 0
+    torch.set_default_dtype(torch.float64)
+    try:
+        check(screened(weight), torch.randn(2, weight.shape[1], dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_the_weight_is_left_as_it_was() -> None:
     weight = weight_of(torch.float32)
     before = weight.clone()

@@ -20,6 +20,7 @@ from transformers.generation import logits_process as hf
 from hf_spec import LookupConfig, OptionError, TreeConfig, UnsupportedError
 from hf_spec.engine.decode import logits_processors as processors
 from hf_spec.engine.decode.logits_processors import NodeProcessors, RowProcessors
+from tests.fake_gpu import OnGpu, pretended
 from tests.targets import whisper_cases
 from tests.tiny_models import (
     STRATEGIES,
@@ -523,6 +524,19 @@ class TestRowProcessors:
         drafts = NodeProcessors([lists], 2, stateless_only=True)
         assert drafts([0, 1], prefixes[:2], torch.ones(2, 4))[0].tolist() == [0.5] * 4
         assert len(errors) == 1, "draft scores end no row"
+
+    def test_filters_of_all_rows_run_in_one_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lists = RowProcessors(3, raised)
+        lists.begin(0, [hf.TemperatureLogitsWarper(2.0), hf.TopKLogitsWarper(2)])
+        lists.begin(1, [hf.TopPLogitsWarper(0.5)])
+        every, rows = NodeProcessors([lists], 3), [0, 1, 2, 1]
+        scores = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(0))
+        expected = every(rows, [], scores.clone())
+        with pretended(monkeypatch) as gpu:
+            found = every(rows, [], OnGpu(scores.clone()))
+            assert gpu.launches == 1
+            assert not gpu.waits
+            torch.testing.assert_close(found.cpu(), expected)
 
     def test_what_cannot_be_copied_is_refused(self) -> None:
         class Unique:
