@@ -114,7 +114,9 @@ class IndependentAcceptance(LongestPath):
             for row, node, probs in zip(rows, nodes, target_probs, strict=True):
                 for child in tree.children[node]:
                     token = tree.tokens[child]
-                    if float(torch.rand(())) * tree.node_probs[child] < float(probs[token]):
+                    if float(torch.rand((), dtype=torch.float32)) * tree.node_probs[child] < float(
+                        probs[token]
+                    ):
                         paths[child] = [*paths[node], token]
                         level.append((row, child))
         return set(paths)

@@ -39,6 +39,7 @@ class ModelCall:
         self._model_vocab_size = num_embeddings(model)
         self.vocab_size = vocab_size or self._model_vocab_size
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self._takes_positions = takes_positions(model)
         selected = [layer for layer in self.hidden_layers if layer != BEFORE_NORM]
         self._always: dict[str, Any] = {"return_dict": True}
@@ -71,7 +72,12 @@ class ModelCall:
         if self._takes_positions:
             kwargs["position_ids"] = positions
         if self._keeps_logits:
-            kwargs["logits_to_keep"] = logits_to_keep
+            # On several devices the states to index may be on another one than the inputs, to which
+            # hooks move tensors; a list is moved by none.
+            if self._is_spread and isinstance(logits_to_keep, Tensor):
+                kwargs["logits_to_keep"] = logits_to_keep.tolist()
+            else:
+                kwargs["logits_to_keep"] = logits_to_keep
         kwargs["attention_mask"] = mask
         if cache is not None:
             kwargs |= cache_argument(self._model.forward, cache)

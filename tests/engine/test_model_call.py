@@ -37,6 +37,23 @@ def test_the_logits_are_those_of_the_kept_tokens(name: str) -> None:
     torch.testing.assert_close(calling.logits_of(result, KEPT), plain(model).logits[0, KEPT])
 
 
+def test_on_several_devices_the_kept_tokens_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor would be on the device of the inputs, the states may be on another one."""
+    model = tiny_models.build("llama")
+    seen, inner = [], model.forward
+
+    def forward(input_ids: Tensor, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        seen.append(logits_to_keep)
+        return inner(input_ids, logits_to_keep=logits_to_keep, **kwargs)
+
+    monkeypatch.setattr(model, "forward", forward)
+    expected = plain(model).logits[0, KEPT]
+    monkeypatch.setattr(model, "hf_device_map", {"model": 0, "lm_head": 1}, raising=False)
+    calling, result, _ = call(model, [])
+    assert seen[-1] == KEPT.tolist()
+    torch.testing.assert_close(calling.logits_of(result, KEPT), expected)
+
+
 def test_a_forward_that_keeps_all_logits_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.build("llama")
     inner = model.forward

@@ -140,8 +140,12 @@ class KVPool:
             self._resize(max(self._needed, 1))
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the buffers of layer `index`, allocated to fit (B, H, T, D) `key` and `value`."""
+        """Return the buffers of layer `index`, allocated to fit (B, H, T, D) `key` and `value`.
+
+        Both have the dtype of `value`; under autocast that of `key` may be another one.
+        """
         if index not in self.keys:
+            key = key.to(value.dtype)
             new = self._new(key, self.capacity), self._new(value, self.capacity)
             self.keys[index], self.values[index] = new
         return self.keys[index], self.values[index]
@@ -234,12 +238,14 @@ class KVPool:
             call()
         self.generation = next(_generations)
         copied = min(self.capacity, capacity)
+        # Buffers that are replaced before an interruption may have become smaller.
+        self.capacity, before = copied, self.capacity
         for buffers in (self.keys, self.values):
             for layer, old in buffers.items():
                 new = self._new(old, capacity)
                 new[:, :, :copied] = old[:, :, :copied]
                 buffers[layer] = new
-        self.growths += bool(self.keys) and capacity > self.capacity
+        self.growths += bool(self.keys) and capacity > before
         self.capacity = capacity
 
     def _new(self, like: Tensor, capacity: int) -> Tensor:

@@ -92,6 +92,8 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
             "overwrite its own keys and values; generate without spec_strategy"
         )
     spec_step.written[layer_index] = module
+    # Under autocast rotary embeddings make them float32. SDPA would cast them, too.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     traits = spec_step.traits_of(module)
     keys, values = spec_step.pool.layer(traits.storage, key, value)
     window = traits.window_of(kwargs.get("sliding_window", NOT_PASSED))

@@ -151,6 +151,25 @@ class TestOutOfMemory:
         for old, new in zip(before, content(pool), strict=True):
             assert torch.equal(new, old[:, :, :100])
 
+    def test_a_trim_that_fails_leaves_a_capacity_that_all_buffers_have(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pool = filled_pool()
+        new = pool._new
+        made: list[Tensor] = []
+
+        def fails_later(like: Tensor, capacity: int) -> Tensor:
+            if len(made) == 2:
+                raise torch.OutOfMemoryError("no room")
+            made.append(new(like, capacity))
+            return made[-1]
+
+        monkeypatch.setattr(pool, "_new", fails_later)
+        pool.reserve(100)
+        with pytest.raises(torch.OutOfMemoryError):
+            pool.trim()
+        assert pool.capacity == min(buffer.shape[2] for buffer in content(pool)) == 100
+
     def test_where_nothing_helps_it_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pool = self.pool(monkeypatch, 300)
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
@@ -175,6 +194,13 @@ def test_a_layer_is_made_once_and_fits_what_is_written() -> None:
     assert pool.layer(4, key, value)[0] is keys
     per_token = HEADS * (WIDTH + VALUE_WIDTH)
     assert pool.nbytes() == 2 * MIN_CAPACITY * per_token * keys.element_size()
+
+
+def test_keys_and_values_have_one_dtype() -> None:
+    """Under autocast those of a layer may differ."""
+    pool = KVPool(1)
+    buffers = pool.layer(0, torch.ones(1, HEADS, 2, WIDTH), torch.ones(1, HEADS, 2, WIDTH).half())
+    assert {buffer.dtype for buffer in buffers} == {torch.float16}
 
 
 @pytest.mark.parametrize("source", [[4, 6, 9], [5, 4, 3], [3]], ids=["gaps", "backwards", "one"])

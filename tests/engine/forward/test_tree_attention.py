@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_spec.common.errors import UnsupportedError
+from hf_spec.engine.forward import tree_attention as tree_attention_module
 from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import KVPool
@@ -236,6 +237,27 @@ def test_new_keys_and_values_are_stored_in_their_slots() -> None:
             assert torch.equal(buffer[row, :, committed:end], new[0, :, nodes.start : nodes.stop])
             assert torch.equal(buffer[row, :, :committed], old[row, :, :committed])
             assert torch.equal(buffer[row, :, end:], old[row, :, end:])
+
+
+@pytest.mark.parametrize("kernel", [None, "torch"], ids=["segments", "kernel"])
+def test_under_autocast_all_states_get_the_dtype_of_the_values(
+    kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotary embeddings make queries and keys float32 there; kernels take one dtype."""
+    seen = []
+
+    def attend(step: Any, kernel: Any, query: Tensor, buffers: Any, scoring: Any) -> Tensor:
+        seen.extend(states.dtype for states in (query, *buffers))
+        return run(step, kernel, query, buffers, scoring)
+
+    run = tree_attention_module._attend
+    monkeypatch.setattr(tree_attention_module, "_attend", attend)
+    monkeypatch.setattr(tree_attention_module, "select_kernel", lambda *_: kernel)
+    model, prompt = tiny_models.build("llama"), tiny_models.settled_prompt("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.generate(prompt, max_new_tokens=8, spec_strategy="lookup")
+        assert torch.equal(found, model.generate(prompt, max_new_tokens=8))
+    assert set(seen) == {torch.bfloat16}
 
 
 def test_without_a_step_it_refuses() -> None:
