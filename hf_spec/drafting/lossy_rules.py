@@ -114,9 +114,8 @@ class IndependentAcceptance(LongestPath):
             for row, node, probs in zip(rows, nodes, target_probs, strict=True):
                 for child in tree.children[node]:
                     token = tree.tokens[child]
-                    if float(torch.rand((), dtype=torch.float32)) * tree.node_probs[child] < float(
-                        probs[token]
-                    ):
+                    uniform = float(torch.rand((), dtype=torch.float32))
+                    if uniform * tree.node_probs[child] < float(probs[token]):
                         paths[child] = [*paths[node], token]
                         level.append((row, child))
         return set(paths)

@@ -200,8 +200,8 @@ MUTANTS = (
         "the walk goes on after an end of sequence",
         area="greedy verification",
         file="hf_spec/engine/decode/verifiers.py",
-        old="if state.stop.ends_sequence(token):",
-        new="if state.stop.ends_sequence(token) and not tree.children[node]:",
+        old="if self._ends(state, row, paths[row]):",
+        new="if self._ends(state, row, paths[row]) and not tree.children[node]:",
         tests=("tests/engine/decode/test_verifiers.py",),
     ),
     Mutant(
@@ -269,7 +269,7 @@ MUTANTS = (
         "on a GPU one random number decides for all nodes",
         area="sampled verification",
         file="hf_spec/engine/decode/verifiers.py",
-        old="tensors.append(torch.rand(tree.num_nodes, *[2] * residual))",
+        old="tensors.append(torch.rand(tree.num_nodes, *[2] * residual, dtype=torch.float32))",
         new="tensors.append(torch.rand(()).expand(tree.num_nodes, *[2] * residual))",
         tests=("tests/engine/decode/test_verifiers.py",),
     ),
@@ -277,13 +277,10 @@ MUTANTS = (
         "logits of the output are those after the processors",
         area="greedy verification",
         file="hf_spec/engine/decode/verifiers.py",
-        old="self.logits[row].append(logits)\n"
-        "        scores = self.scores_of(rows, nodes, [paths[row] for row in rows])",
-        new="pass\n"
-        "        scores = self.scores_of(rows, nodes, [paths[row] for row in rows])\n"
-        "        if self.state.keep_logits:\n"
-        "            for row, logits in zip(rows, scores, strict=True):\n"
-        "                self.logits[row].append(logits)",
+        old="raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)\n"
+        "            for row, logits in zip(rows, raw, strict=True):",
+        new="raw = self.scores_of(rows, nodes, [paths[row] for row in rows])\n"
+        "            for row, logits in zip(rows, raw, strict=True):",
         tests=("tests/engine/decode/test_verifiers.py",),
     ),
     Mutant(
@@ -322,7 +319,7 @@ MUTANTS = (
         "one random number decides for all rows",
         area="sampled verification",
         file="hf_spec/engine/decode/verifiers.py",
-        old="uniforms = torch.rand(token.shape, device=target.device)",
+        old="uniforms = torch.rand(token.shape, dtype=torch.float32, device=target.device)",
         new="uniforms = torch.rand((), device=target.device).expand(token.shape)",
         tests=(
             "tests/engine/decode/test_verifiers.py",
@@ -341,18 +338,34 @@ MUTANTS = (
         "the lossy rule of GSD divides the wrong way",
         area="sampled verification",
         file="hf_spec/drafting/lossy_rules.py",
-        old="float(torch.rand(())) * tree.node_probs[child] < float(probs[token])",
-        new="float(torch.rand(())) * float(probs[token]) < tree.node_probs[child]",
+        old="uniform * tree.node_probs[child] < float(probs[token])",
+        new="uniform * float(probs[token]) < tree.node_probs[child]",
         tests=("tests/drafting/test_lossy_rules.py",),
     ),
     Mutant(
-        "all rows share a processor that remembers its calls",
+        "a round goes on for other rows although a processor reads the whole batch",
         area="logits processors",
+        file="hf_spec/engine/decode/verifiers.py",
+        old="if some_ended and self.processors.reads_batch:",
+        new="if some_ended and False:",
+        tests=("tests/engine/decode/test_logits_processors.py::TestWholeBatch",),
+    ),
+    Mutant(
+        "processors are called for tokens after a stop string",
+        area="logits processors",
+        file="hf_spec/engine/decode/verifiers.py",
+        old="return self.processors.runs_user_code and state.ends_after(row, path)",
+        new="return False",
+        tests=("tests/engine/decode/test_logits_processors.py::TestAfterTheStop",),
+    ),
+    Mutant(
+        "the settings of filters are freed with the call, while stored graphs read them",
+        area="GPU",
         file="hf_spec/engine/decode/logits_processors.py",
-        old='copies = (independent_copy(processor, f"{num_rows} rows") for _ in '
-        "range(num_rows - 1))",
-        new="copies = (processor for _ in range(num_rows - 1))",
-        tests=("tests/engine/decode/test_logits_processors.py::test_user_written_processors",),
+        old="_on_device(self.filter, scores.device).expand",
+        new="vars(self).setdefault("
+        "'sent', _on_device.__wrapped__(self.filter, scores.device)).expand",
+        tests=("tests/drafting/test_captured_drafts.py::TestKeys",),
     ),
     Mutant(
         "processors see the committed text instead of a node's prefix",

@@ -6,6 +6,7 @@ import copy
 import io
 import queue
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,18 +27,28 @@ SHARED = (
 )
 
 
-def independent_copy(original: Any, purpose: str) -> Any:
-    """Return a copy with state of its own; models, tokenizers, files, events and locks are shared.
+def independent_copies(
+    originals: Sequence[Any], is_shared: Callable[[Any], bool], purpose: str
+) -> list[Any]:
+    """Return the originals, all but those that `is_shared` copied with state of their own.
+
+    Objects that several of them refer to are copied once. Models, tokenizers, files, events and
+    locks are shared.
 
     Raises:
-        UnsupportedError: `original` cannot be copied; the message names the `purpose` of the copy.
+        UnsupportedError: one cannot be copied; the message names the `purpose` of the copies.
     """
-    members = getattr(original, "__dict__", {}).values()
-    shared: dict[int, Any] = {id(m): m for m in members if isinstance(m, SHARED)}
-    try:
-        return copy.deepcopy(original, shared)
-    except Exception as error:
-        raise UnsupportedError(
-            f"{type(original).__name__} cannot be copied ({error}), so it cannot follow {purpose} "
-            "that advance at different speeds; use batch size 1"
-        ) from error
+    shared: dict[int, Any] = {}
+    for original in originals:
+        members = getattr(original, "__dict__", {}).values()
+        shared |= {id(member): member for member in members if isinstance(member, SHARED)}
+    copies = []
+    for original in originals:
+        try:
+            copies.append(original if is_shared(original) else copy.deepcopy(original, shared))
+        except Exception as error:
+            raise UnsupportedError(
+                f"{type(original).__name__} cannot be copied ({error}), so it cannot follow "
+                f"{purpose} that advance at different speeds; use batch size 1"
+            ) from error
+    return copies

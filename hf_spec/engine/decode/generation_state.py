@@ -23,6 +23,8 @@ from hf_spec.engine.forward.draft_tree import Verdict
 # Most tokens that a row may be ahead of the step at which criteria were evaluated. Longer drafts
 # are not made: a stop before them would make them useless.
 MAX_LEAD = 32
+# Most tokens after the prompts to allocate at first: a maximum length may be astronomic.
+FIRST_ROOM = 4096
 
 
 @dataclass(kw_only=True)
@@ -80,10 +82,11 @@ class GenerationState(RowTokens):
     ) -> GenerationState:
         """Start from (B, L) int64 ids and their mask, padded on the left as in `generate()`.
 
-        The maximum length of the stop rules, if any, sizes `padded_ids`; `options` are attributes.
+        The maximum length of the stop rules, if any, sizes `padded_ids`, up to `FIRST_ROOM`;
+        `options` are attributes.
         """
         num_rows, width = input_ids.shape
-        capacity = stop.max_length or 2 * width
+        capacity = min(stop.max_length or 2 * width, width + FIRST_ROOM)
         padded_ids = torch.zeros(num_rows, max(capacity, width + 1) + 1, dtype=torch.long)
         padded_ids[:, :width] = input_ids
         mask = attention_mask.bool().cpu()
@@ -139,6 +142,24 @@ class GenerationState(RowTokens):
         if self._stream_waits:
             self._stream_all()
 
+    def ends_after(self, row: int, path: Sequence[int]) -> bool:
+        """Return True if a rule of single rows ends `row` at the last of its draft tokens."""
+        length = self.padded_length(row) + len(path)
+        return self._stops[row].end_row(path[-1], length, partial(self.prefix, row, path))
+
+    def padded_prefixes(self, paths: Mapping[int, Sequence[int]]) -> list[Tensor]:
+        """Return the (L,) `prefix` of every row: with its path, or ended and filled with padding.
+
+        All rows that have a path have the same length.
+        """
+        prefixes = {row: self.prefix(row, path).clone() for row, path in paths.items()}
+        [length] = {len(prefix) for prefix in prefixes.values()}
+        for row in set(range(self.num_rows)) - prefixes.keys():
+            ended = self.prefix(row)
+            prefixes[row] = ended.new_full((length,), self.pad_token_id)
+            prefixes[row][: len(ended)] = ended
+        return [prefixes[row] for row in range(self.num_rows)]
+
     def missing_scores(self) -> dict[int, range]:
         """Return per ended row the positions of padding whose scores the criteria wait for.
 
@@ -157,9 +178,13 @@ class GenerationState(RowTokens):
 
     def add_padding_scores(self, scores: Mapping[int, Sequence[Tensor]]) -> None:
         """Add scores, (V,) each, that `missing_scores` listed, and evaluate waiting criteria."""
+        self.note_padding_scores(scores)
+        self._release_certain_tokens()
+
+    def note_padding_scores(self, scores: Mapping[int, Sequence[Tensor]]) -> None:
+        """Add the scores of ended rows at their next positions of padding, (V,) each."""
         for row, row_scores in scores.items():
             self._padding_scores[row] += row_scores
-        self._release_certain_tokens()
 
     def finish(self) -> SpecGenerateOutput:
         """Close the streamer and return the sequences in the layout of plain `generate()`."""

@@ -7,10 +7,9 @@ Four kinds, in the order that the user gave:
 * processors of transformers that read the prefix run once per prefix length, with nodes as rows. If
   the class stores one entry per row of the batch, every row gets a copy with its own entry;
 * Whisper's detection of silence sees the roots of the first step together and changes nothing;
-* any other class, such as a user's, is called as plain `generate()` calls it: with the whole batch,
-  the node's prefix in its own row. Rows advance at different speeds, so each has its own copy. It
-  is called once per token of the output and in order, which keeps classes that remember earlier
-  calls exact. (A function cannot be copied, so state outside it is shared by all rows.)
+* any other class, such as a user's, is called as plain `generate()` calls it: once per step with
+  the whole batch, in order. So rows advance together: a round ends for all of them where it ends
+  for one, and rows that have ended run on their padding.
 
 Rows that hold sequences of different calls have one list of processors each (`RowProcessors`).
 """
@@ -31,7 +30,7 @@ from transformers.generation import logits_process as hf
 
 from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import OptionError, UnsupportedError
-from hf_spec.engine.decode.copies import independent_copy
+from hf_spec.engine.decode.copies import independent_copies
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 
@@ -117,7 +116,8 @@ class NodeProcessors:
     """Processors of one `generate()` call, applied to nodes of trees.
 
     `stateless_only`, for draft models, leaves out classes that may remember calls, and those that
-    fail on some scores, since draft scores are arbitrary.
+    fail on some scores, since draft scores are arbitrary. Errors of `prefix_allowed_tokens_fn` are
+    ignored then, since it may not know a prefix that is only drafted.
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int, stateless_only: bool = False):
@@ -126,7 +126,7 @@ class NodeProcessors:
             if isinstance(processor, RowProcessors):
                 self._steps.append(processor.step(stateless_only))
             elif not stateless_only or (_is_stateless(processor) and not _may_fail(processor)):
-                self._append(_step(processor, num_rows))
+                self._append(_step(processor, num_rows, stateless_only))
 
     def _append(self, step: Any) -> None:
         last = self._steps[-1] if self._steps else None
@@ -151,6 +151,18 @@ class NodeProcessors:
     def reads_tokens(self) -> bool:
         """True if any processor needs the token id of each score."""
         return any(step.reads_tokens for step in self._steps)
+
+    @property
+    def reads_batch(self) -> bool:
+        """True if a processor reads all rows of a step together."""
+        return any(isinstance(step, _WholeBatch) and step.num_rows > 1 for step in self._steps)
+
+    @property
+    def runs_user_code(self) -> bool:
+        """True if a processor is code of a user, who may notice a call after the last token."""
+        lists = [one for step in self._steps if isinstance(step, _OfRow) for one in step.lists]
+        own = any(isinstance(step, (_WholeBatch, _ByNode)) for step in self._steps)
+        return own or any(one.runs_user_code for one in lists)
 
     def filters(self, rows: Sequence[int]) -> list[Filter] | None:
         """Return per node, of these rows, the filter that equals all processors; None without."""
@@ -212,12 +224,7 @@ class RowProcessors:
 
     def begin(self, row: int, processors: Sequence[Any]) -> None:
         """Set the processors of a row's new sequence, as prepared for a batch of one."""
-        copies = [
-            processor
-            if _is_stateless(processor)
-            else independent_copy(processor, "several sequences")
-            for processor in processors
-        ]
+        copies = independent_copies(processors, _is_stateless, "several sequences")
         self.all[row] = NodeProcessors(copies, 1)
         self.stateless[row] = NodeProcessors(copies, 1, stateless_only=True)
 
@@ -350,23 +357,44 @@ class _FirstStep:
 
 
 class _ByNode:
-    """One call of the row's copy per node, with a batch that has the node's prefix in every row.
+    """One call per node, of the processor of its row, which is made for a batch of one."""
 
-    The copies are made for a batch of one if `num_rows` is 1.
+    reads_prefix = reads_tokens = True
+
+    def __init__(self, by_row: Sequence[Processor], ignores_errors: bool = False):
+        self.by_row, self.ignores_errors = by_row, ignores_errors
+
+    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        results = []
+        for row, prefix, score in zip(rows, prefixes, scores, strict=True):
+            try:
+                results.append(self.by_row[row](prefix[None], score[None].clone())[0])
+            except Exception:
+                if not self.ignores_errors:
+                    raise
+                results.append(score)
+        return torch.stack(results)
+
+
+class _WholeBatch:
+    """One call with all rows of the batch, at the same step.
+
+    Rules that are lossy visit other nodes than one of each row. Then the processor is called once
+    per node, with a batch that has the node's prefix in every row.
     """
 
     reads_prefix = reads_tokens = True
 
-    def __init__(self, copies: Sequence[Processor], num_rows: int = 1):
-        self.copies, self.num_rows = copies, num_rows
+    def __init__(self, processor: Processor, num_rows: int):
+        self.processor, self.num_rows = processor, num_rows
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        if list(rows) == list(range(self.num_rows)):
+            return self.processor(torch.stack([*prefixes]), scores)
         results = []
-        for node, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
-            input_ids = prefix.expand(self.num_rows, -1).clone()
-            batch = scores[node].expand(self.num_rows, -1).clone()
-            # The only row of a batch of one has the index 0.
-            results.append(self.copies[row](input_ids, batch)[row % self.num_rows])
+        for row, prefix, score in zip(rows, prefixes, scores, strict=True):
+            batch = prefix.expand(self.num_rows, -1).clone()
+            results.append(self.processor(batch, score.expand(self.num_rows, -1).clone())[row])
         return torch.stack(results)
 
 
@@ -386,7 +414,7 @@ def _may_fail(processor: Any) -> bool:
     return is_watermark and processor.seeding_scheme == "selfhash"
 
 
-def _step(processor: Any, num_rows: int) -> Any:
+def _step(processor: Any, num_rows: int, is_draft: bool = False) -> Any:
     """Return the step that applies a processor to nodes, by its kind."""
     kind = type(processor)
     if kind in PREFIX_FREE:
@@ -395,15 +423,14 @@ def _step(processor: Any, num_rows: int) -> Any:
     if isinstance(processor, hf.WhisperNoSpeechDetection):
         return _FirstStep(processor)
     if kind is hf.PrefixConstrainedLogitsProcessor:
-        return _ByNode([_constrained(processor, row) for row in range(num_rows)])
+        return _ByNode([_constrained(processor, row) for row in range(num_rows)], is_draft)
     entries = _entries(processor)
     if entries is not None:
         indices = [row * len(entries) // num_rows for row in range(num_rows)]
         return _ByNode([_with_entries(processor, entries[i : i + 1]) for i in indices])
     if kind in READS_PREFIX:
         return _ByLength(processor)
-    copies = (independent_copy(processor, f"{num_rows} rows") for _ in range(num_rows - 1))
-    return _ByNode([processor, *copies], num_rows)
+    return _WholeBatch(processor, num_rows)
 
 
 def _filter_settings(processor: Any) -> dict[str, float]:

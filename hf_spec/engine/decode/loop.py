@@ -8,7 +8,7 @@ from hf_spec.backend.cpu.packed_weights import cpu_packing_bytes
 from hf_spec.common.outputs import SpecGenerateOutput, SpecStats
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.verifiers import Verifier, score_padding
+from hf_spec.engine.decode.verifiers import Verifier, logits_on_padding, score_padding
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
@@ -32,6 +32,7 @@ def speculative_step(
         with state.clock("draft"):
             tree = drafter.draft(state, state.draft_limits)
         with state.clock("verify"):
+            verifier.padding_logits = logits_on_padding(target, verifier, state, tree)
             output = target.forward(tree, state.tokens, readout=verifier.readout(tree, state))
     finally:
         # A GPU runs the forward pass meanwhile.

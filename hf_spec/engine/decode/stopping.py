@@ -9,6 +9,7 @@ length. A new stop rule of single rows is a branch in `StopRules.__init__` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.engine.decode.copies import independent_copy
+from hf_spec.engine.decode.copies import independent_copies
 
 # Criteria whose result for a row depends on that row alone. Exact types: a subclass may do more.
 PER_ROW = (StopStringCriteria, MaxTimeCriteria)
@@ -30,12 +31,7 @@ PER_ROW = (StopStringCriteria, MaxTimeCriteria)
 def for_one_sequence(criteria: Sequence[Any]) -> list[Any]:
     """Return the criteria of a call for one of its sequences, which is a batch of its own."""
     stateless = (MaxLengthCriteria, EosTokenCriteria, *PER_ROW)
-    return [
-        criterion
-        if type(criterion) in stateless
-        else independent_copy(criterion, "several sequences")
-        for criterion in criteria
-    ]
+    return independent_copies(criteria, lambda one: type(one) in stateless, "several sequences")
 
 
 class StopRules:
@@ -58,7 +54,7 @@ class StopRules:
         self._per_step: list[Any] = []
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
-                limits = [x for x in (self.max_length, criterion.max_length) if x is not None]
+                limits = [index(x) for x in (self.max_length, criterion.max_length) if x is not None]
                 self.max_length = min(limits)
             elif type(criterion) is EosTokenCriteria:
                 self._eos.update(criterion.eos_token_id.tolist())

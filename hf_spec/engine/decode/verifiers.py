@@ -24,7 +24,7 @@ rows draw or none does.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,8 @@ class Verifier(LogitsProcessor):
 
     def __init__(self, processors: Sequence[Any], num_rows: int):
         self.processors = NodeProcessors(processors, num_rows)
+        # Of ended rows, for the next `verify`; see `logits_on_padding`.
+        self.padding_logits: dict[int, Tensor] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Process the (B, V) scores of (B, L) ids, as plain `generate()` does."""
@@ -73,7 +75,7 @@ class Verifier(LogitsProcessor):
 
         `result` is that of the readout, if it ran with the target's step.
         """
-        walk = Walk(self.processors, logits, state)
+        walk = Walk(self.processors, logits, state, self.padding_logits)
         accepted: list[list[int]] = [[] for _ in range(tree.num_rows)]
         bonus: list[int | None] = [None] * tree.num_rows
         here = {row: tree.row_start[row] for row in state.unfinished}
@@ -92,12 +94,25 @@ class Verifier(LogitsProcessor):
                 else:
                     accepted[row].append(node)
                     paths[row].append(token)
-                    if state.stop.ends_sequence(token):
+                    if self._ends(state, row, paths[row]):
                         # Plain generate() computes nothing after it; the stop rule removes this.
                         bonus[row] = token
+            some_ended = any(bonus[row] is not None for row in here)
+            some_ended |= state.stop.has_batch_criteria
+            if some_ended and self.processors.reads_batch:
+                for row in here:
+                    if bonus[row] is None:
+                        accepted[row].pop()
+                        bonus[row] = paths[row][-1]
             here = {row: accepted[row][-1] for row in here if bonus[row] is None}
         scores = walk.scores if state.keep_scores else None
         return Verdict(tree, accepted, bonus, scores, walk.logits if state.keep_logits else None)
+
+    def _ends(self, state: GenerationState, row: int, path: Sequence[int]) -> bool:
+        """Return True if nothing may be computed after the draft tokens `path` of a row."""
+        if state.stop.ends_sequence(path[-1]):
+            return True
+        return self.processors.runs_user_code and state.ends_after(row, path)
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
         """Precompute what is computed for all nodes together."""
@@ -121,8 +136,15 @@ class Walk:
         choices: token after each of the N nodes, where all were verified together.
     """
 
-    def __init__(self, processors: NodeProcessors, logits: Tensor, state: GenerationState):
+    def __init__(
+        self,
+        processors: NodeProcessors,
+        logits: Tensor,
+        state: GenerationState,
+        padding_logits: Mapping[int, Tensor] | None = None,
+    ):
         self.processors = processors
+        self._padding_logits = padding_logits or {}
         self.raw = logits
         self.state = state
         self.scores: list[list[Tensor]] = [[] for _ in state.tokens]
@@ -151,11 +173,29 @@ class Walk:
             raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)
             for row, logits in zip(rows, raw, strict=True):
                 self.logits[row].append(logits)
-        scores = self.scores_of(rows, nodes, [paths[row] for row in rows])
+        if self.processors.reads_batch:
+            scores = self._scores_of_batch(rows, nodes, paths)
+        else:
+            scores = self.scores_of(rows, nodes, [paths[row] for row in rows])
         if self.state.keep_scores:
             for row, score in zip(rows, scores, strict=True):
                 self.scores[row].append(score)
         return scores
+
+    def _scores_of_batch(
+        self, rows: list[int], nodes: list[int], paths: Mapping[int, Sequence[int]]
+    ) -> Tensor:
+        """Return `scores_of` unfinished rows, processed beside those that have ended."""
+        raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)
+        batch = raw.new_zeros(self.state.num_rows, raw.shape[1])
+        batch[rows] = raw
+        for row, logits in self._padding_logits.items():
+            batch[row] = logits[len(paths[rows[0]])]
+        prefixes = self.state.padded_prefixes({row: paths[row] for row in rows})
+        scores = self.processors(range(self.state.num_rows), prefixes, batch)
+        if self.state.keep_scores:
+            self.state.note_padding_scores({row: [scores[row]] for row in self._padding_logits})
+        return scores[rows]
 
 
 class ExactVerifier(Verifier):
@@ -367,10 +407,45 @@ def _scores_on_padding(
     target: ModelRunner, verifier: Verifier, state: GenerationState, missing: dict[int, range]
 ) -> dict[int, list[Tensor]]:
     """Return per row its missing processed scores, (V,) each, in one forward pass."""
+    logits = _run_padding(target, state, missing)
+    nodes = [(row, [state.pad_token_id] * n) for row, steps in missing.items() for n in steps]
+    node_rows, paths = [row for row, _ in nodes], [path for _, path in nodes]
+    walk = Walk(verifier.processors, logits, state)
+    scores = iter(walk.scores_of(node_rows, range(len(nodes)), paths))
+    # Nodes are sorted by row, in the order of `missing`.
+    return {row: [next(scores) for _ in positions] for row, positions in missing.items()}
+
+
+def logits_on_padding(
+    target: ModelRunner, verifier: Verifier, state: GenerationState, tree: DraftTree
+) -> dict[int, Tensor]:
+    """Return per ended row its (K, V) logits on padding in the K steps that `tree` may take.
+
+    Only for processors that read the whole batch; call it before the target runs the tree.
+    """
+    running = state.unfinished
+    ended = [row for row in range(state.num_rows) if state.finished[row]]
+    if not verifier.processors.reads_batch or not ended:
+        return {}
+    steps = 1 + max(tree.height(row) for row in running)
+    behind = {row: state.generated[running[0]] - state.generated[row] for row in ended}
+    logits = _run_padding(
+        target, state, {row: range(count, count + steps) for row, count in behind.items()}
+    )
+    return dict(zip(ended, logits.split(steps), strict=True))
+
+
+def _run_padding(
+    target: ModelRunner, state: GenerationState, positions_of: Mapping[int, range]
+) -> Tensor:
+    """Return the (N, V) logits of ended rows at positions of padding, row by row.
+
+    Position 0 is predicted by the last token of a row.
+    """
     pad = state.pad_token_id
     texts = [list(tokens) for tokens in state.tokens]
     rows: list[tuple[list[int], list[int]]] = [([], []) for _ in texts]
-    for row, positions in missing.items():
+    for row, positions in positions_of.items():
         texts[row] += [pad] * positions.start
         # The KV cache may still hold tokens that a stop has removed.
         target.shorten(row, len(texts[row]) - 1)
@@ -379,9 +454,4 @@ def _scores_on_padding(
     tree = DraftTree.from_rows(rows)
     logits = target.forward(tree, texts).logits
     target.keep([list(range(1, len(chain))) for chain, _ in rows])
-    nodes = [(row, [pad] * n) for row, positions in missing.items() for n in positions]
-    node_rows, paths = [row for row, _ in nodes], [path for _, path in nodes]
-    walk = Walk(verifier.processors, logits, state)
-    scores = iter(walk.scores_of(node_rows, range(tree.num_nodes), paths))
-    # Nodes are sorted by row, in the order of `missing`.
-    return {row: [next(scores) for _ in positions] for row, positions in missing.items()}
+    return logits

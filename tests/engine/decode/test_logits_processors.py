@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     LogitsProcessor,
     SynthIDTextWatermarkingConfig,
@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation import GenerationMixin
 from transformers.generation import logits_process as hf
 
-from hf_spec import LookupConfig, OptionError, TreeConfig, UnsupportedError
+from hf_spec import DraftConfig, LookupConfig, OptionError, TreeConfig, UnsupportedError
 from hf_spec.engine.decode import logits_processors as processors
 from hf_spec.engine.decode.logits_processors import NodeProcessors, RowProcessors
 from tests.fake_gpu import OnGpu, pretended
@@ -30,6 +30,7 @@ from tests.tiny_models import (
     ragged_batch,
     repetitive_prompt,
     speculation,
+    tokenizer,
 )
 
 NEW_TOKENS = 14
@@ -268,6 +269,132 @@ def test_user_written_processors(make: Any, strategy: str, batch: str) -> None:
     assert not torch.equal(plain, model.generate(**call))
 
 
+class Lengths(hf.LogitsProcessor):
+    """Notes the length of each step, for `Banned`."""
+
+    length = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.length = input_ids.shape[1]
+        return scores
+
+
+class Banned(hf.LogitsProcessor):
+    """Fails unless `Lengths` was called in the same step; bans tokens of that length."""
+
+    def __init__(self, lengths: Lengths):
+        self.lengths = lengths
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert self.lengths.length == input_ids.shape[1]
+        scores[:, self.lengths.length % 7 :: 7] = -torch.inf
+        return scores
+
+
+def linked() -> list[Any]:
+    lengths = Lengths()
+    return [lengths, Banned(lengths)]
+
+
+class Guidance(hf.LogitsProcessor):
+    """The second row guides all others."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + 1.5 * (scores - scores[1:2])
+
+
+class Grammar(hf.LogitsProcessor):
+    """A state per row, which advances with each call and fails for any other text."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        texts = input_ids.tolist()
+        if self.texts:
+            assert [text[:-1] for text in texts] == self.texts
+        self.texts = texts
+        for row, text in enumerate(texts):
+            scores[row, (text[-1] + row) % 5 :: 5] = -torch.inf
+        return scores
+
+
+class TestWholeBatch:
+    """Processors of a user are called as plain `generate()` calls them."""
+
+    @pytest.mark.by_default(strategy=("draft",))
+    @pytest.mark.parametrize("strategy", ["none", "lookup", "draft", "tree"])
+    @pytest.mark.parametrize("ends", [False, True], ids=["", "ends"])
+    @pytest.mark.parametrize(
+        "make", [linked, lambda: [Guidance()], lambda: [Grammar()]], ids=["linked", "guided", "own"]
+    )
+    def test_rows_may_depend_on_each_other(self, make: Any, ends: bool, strategy: str) -> None:
+        model = build("llama")
+        call = {**inputs("ragged"), "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+        plain = model.generate(**call, logits_processor=make())
+        if ends:
+            width = call["input_ids"].shape[1]
+            call["eos_token_id"] = int(plain[0, width + 4])
+            plain = model.generate(**call, logits_processor=make())
+        choice: dict[str, Any] = {"spec_strategy": strategy}
+        if strategy in ("draft", "tree"):
+            config = DraftConfig if strategy == "draft" else TreeConfig
+            choice["spec_strategy"] = config(max_draft_tokens=3, length_policy="static")
+            choice["assistant"] = build("llama")
+        drafted = model.generate(**call, logits_processor=make(), **choice)
+        assert torch.equal(drafted, plain)
+
+    def test_drafts_of_all_rows_are_accepted_together(self) -> None:
+        seen: list[list[list[int]]] = []
+
+        def watch(input_ids: Tensor, scores: Tensor) -> Tensor:
+            seen.append(input_ids.tolist())
+            return scores
+
+        model = build("llama")
+        call = {**inputs("ragged"), "max_new_tokens": 8, "pad_token_id": 0}
+        call["logits_processor"] = [watch]
+        model.generate(**call)
+        plain, seen = seen, []
+        static = DraftConfig(max_draft_tokens=3, length_policy="static")
+        more = {"spec_strategy": static, "assistant": build("llama")}
+        found = model.generate(**call, **more, return_dict_in_generate=True)
+        assert seen == plain
+        assert found.spec_stats.target_forwards <= 3
+
+
+class TestAfterTheStop:
+    """Code of a user is not called for tokens after a stop string."""
+
+    def call(self) -> tuple[dict[str, Any], list[int], int]:
+        model, words, prompt = build("llama"), tokenizer(), inputs("one")
+        begin = prompt["input_ids"].shape[1]
+        last = model.generate(**prompt, max_new_tokens=6)[0, -1:]
+        call = {**prompt, "stop_strings": [words.decode(last)], "tokenizer": words}
+        call["max_new_tokens"] = 30
+        answer = model.generate(**call)[0].tolist()
+        assert len(answer) > begin + 1
+        draft = DraftConfig(max_draft_tokens=8, length_policy="static")
+        return {**call, "spec_strategy": draft, "assistant": model}, answer, begin
+
+    def test_a_trie_of_allowed_answers(self) -> None:
+        call, answer, begin = self.call()
+        trie = {tuple(answer[:end]): [answer[end]] for end in range(begin, len(answer))}
+        found = build("llama").generate(
+            **call, prefix_allowed_tokens_fn=lambda row, ids: trie[tuple(ids.tolist())]
+        )
+        assert found[0].tolist() == answer
+
+    def test_a_processor(self) -> None:
+        call, answer, _ = self.call()
+
+        def ends(input_ids: Tensor, scores: Tensor) -> Tensor:
+            assert input_ids.shape[1] < len(answer)
+            return scores
+
+        assert build("llama").generate(**call, logits_processor=[ends])[0].tolist() == answer
+
+
 @pytest.mark.parametrize("batch", ["one", "ragged"])
 def test_a_processor_that_writes_into_its_arguments(batch: str) -> None:
     """Changes of scores take effect; changes of input_ids are not visible elsewhere."""
@@ -301,21 +428,6 @@ def test_one_prompt_serves_the_rows_that_num_return_sequences_makes_of_it(name: 
     call |= {"num_return_sequences": 3, **SETTINGS[name]}
     model = build("llama")
     assert torch.equal(model.generate(**call, **arguments("lookup")), model.generate(**call))
-
-
-def test_a_module_inside_a_processor_is_not_copied() -> None:
-    class Judge(LogitsProcessor):
-        def __init__(self) -> None:
-            self.module = nn.Linear(4, 4)
-            self.calls: list[int] = []
-
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            return scores
-
-    judge = Judge()
-    copies = processors._step(judge, 3).copies
-    assert all(copied.module is judge.module for copied in copies)
-    assert len({id(copied.calls) for copied in copies}) == 3
 
 
 @pytest.mark.parametrize("offset", [1, 2], ids=["scores", "a forward of its own"])
@@ -368,20 +480,6 @@ class TestRefusals:
         self.refuse(
             UnsupportedError, "stores 3 rows for a batch of 5", "ragged", logits_processor=[penalty]
         )
-
-    def test_a_processor_that_cannot_be_copied_and_has_to_be(self) -> None:
-        class Unique(LogitsProcessor):
-            def __init__(self) -> None:
-                self.lines = (line for line in "abc")
-
-            def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-                return scores
-
-        self.refuse(
-            UnsupportedError, "Unique cannot be copied", "ragged", logits_processor=[Unique()]
-        )
-        call = {**inputs("one"), "max_new_tokens": 4, "spec_strategy": "lookup"}
-        build("llama").generate(**call, logits_processor=[Unique()])
 
     @pytest.mark.parametrize("odd", [7, "ban", None, lambda ids, scores, length: scores])
     def test_what_cannot_be_called_with_ids_and_scores(self, odd: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import MaxLengthCriteria
 
+from hf_spec.engine.decode import generation_state
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from tests.row_states import commit, make_state
@@ -37,3 +39,18 @@ def test_frames_grow_where_no_length_is_set() -> None:
     for token in path:
         state.append(0, token)
     assert state.prefix(0).tolist() == [3, *path]
+
+
+@pytest.mark.parametrize("max_length", [10**11, int(1e30)])
+def test_an_astronomic_length_allocates_what_is_used(
+    max_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizers without a limit have 1e30 as `model_max_length`."""
+    monkeypatch.setattr(generation_state, "FIRST_ROOM", 3)
+    state = make_state(MaxLengthCriteria(max_length))
+    assert state.padded_ids.shape == (2, 8)
+    assert state.draft_limits == dict.fromkeys((0, 1), max_length - 5)
+    blocks = [11, 12, 13, 14, 15, 16], [17]
+    commit(state, *blocks)
+    assert state.prefix(0).tolist() == [0, 0, 5, 6, *blocks[0]]
+    assert state.finish().sequences[1].tolist() == [7, 8, 9, 10, 17, 0, 0, 0, 0, 0]

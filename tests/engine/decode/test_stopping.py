@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -50,6 +51,13 @@ def test_any_other_is_asked(criterion: Any) -> None:
     assert rules.has_batch_criteria
     assert rules.max_length is None
     assert not rules.ends_sequence(3)
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_lengths_are_integers_of_any_type(kind: Any) -> None:
+    rules = StopRules([MaxLengthCriteria(kind(7)), MaxLengthCriteria(kind(5))], 1)
+    assert rules.max_length == 5
+    assert type(rules.max_length) is int
 
 
 def test_rules_for_single_rows() -> None:
