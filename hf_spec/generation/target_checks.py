@@ -18,6 +18,7 @@ from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.engine.forward.tree_attention import takes_packed
 from hf_spec.engine.models.recurrent_layers import num_attention_layers, resumes
+from hf_spec.engine.models.support_checks import check_attention_function
 
 # Rotary scalings that depend on the longest position of a forward pass, which a draft changes.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -34,7 +35,11 @@ def check_batching(model: PreTrainedModel, batching: str) -> None:
 
 
 def check_evaluation(model: PreTrainedModel) -> None:
-    """Raise an error for a target in training mode if that changes its forward pass."""
+    """Raise an error for a target whose forward pass would not be that of plain `generate()`.
+
+    It is in training mode with random layers, or attends by a function that would be replaced.
+    """
+    check_attention_function(model)
     training = [module for module in model.modules() if module.training]
     if not training:
         return
@@ -53,7 +58,8 @@ def check_input_scales(model: PreTrainedModel) -> None:
     """Raise an error for linear layers in which a token's output depends on other tokens.
 
     PyTorch's `quantize_dynamic` quantizes all inputs of a linear layer to 8 bits with one scale, so
-    drafts in the same forward pass, including rejected ones, would change the output.
+    drafts in the same forward pass, including rejected ones, would change the output. torchao does
+    so with `granularity=PerTensor()`.
     """
     for name, module in model.named_modules():
         if isinstance(module, dynamic.Linear) and module._packed_params.dtype == torch.qint8:
@@ -63,6 +69,26 @@ def check_input_scales(model: PreTrainedModel) -> None:
                 "generate without spec_strategy, quantize with dtype=torch.float16, or load the "
                 "model with bitsandbytes"
             )
+        for weight in module._parameters.values():
+            if (remedy := _setting_with_scales_per_token(weight)) is not None:
+                raise UnsupportedError(
+                    f"{name} of {type(model).__name__} was quantized by torchao and rounds all "
+                    "inputs of a forward pass with one scale, so drafts would change the output; "
+                    f"generate without spec_strategy, or quantize with {remedy}"
+                )
+
+
+def _setting_with_scales_per_token(weight: Any) -> str | None:
+    """Return the setting of torchao to use instead if the inputs of `weight` share one scale."""
+    # Classes of torchao are known by name, since it need not be installed.
+    settings = getattr(weight, "act_quant_kwargs", None)
+    shared = type(getattr(settings, "granularity", None)).__name__ == "PerTensor"
+    # A calibrated scale does not depend on the inputs.
+    if shared and getattr(weight, "act_quant_scale", None) is None:
+        return "granularity=PerRow()"
+    if getattr(settings, "use_dynamic_per_tensor_scale", False):
+        return "use_dynamic_per_tensor_scale=False"
+    return None
 
 
 def check_resumable(model: PreTrainedModel) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hf_spec import UnsupportedError
+from hf_spec.generation.target_checks import check_input_scales
 from tests import any_class
 from tests.model_watch import count_forwards, snapshot
 from tests.refusals import PROMPT, refuse, small_llama
@@ -72,6 +74,76 @@ class TestQuantizeDynamic:
         call |= prompts("llama", "one")
         drafted = target.generate(**call, spec_strategy="tree", assistant=quantized(torch.qint8))
         assert torch.equal(drafted, target.generate(**call))
+
+
+class PerTensor:
+    """Stand-in for the granularity of torchao with this name: one scale for a whole tensor."""
+
+
+class PerRow:
+    """Stand-in for the granularity of torchao with this name: one scale per token."""
+
+
+def with_input_scales(act_quant_scale: Any = None, **settings: Any) -> Any:
+    """Return a model with a weight that has the attributes of torchao's."""
+    model = small_llama()
+    weight: Any = model.model.layers[1].mlp.up_proj.weight
+    weight.act_quant_kwargs = SimpleNamespace(**settings)
+    weight.act_quant_scale = act_quant_scale
+    return model
+
+
+class TestTorchao:
+    @pytest.mark.parametrize(
+        ("settings", "remedy"),
+        [
+            ({"granularity": PerTensor()}, r"granularity=PerRow\(\)"),
+            ({"use_dynamic_per_tensor_scale": True}, "use_dynamic_per_tensor_scale=False"),
+        ],
+    )
+    def test_one_scale_for_all_tokens_of_a_forward(self, settings: Any, remedy: str) -> None:
+        model = with_input_scales(**settings)
+        match = rf"model\.layers\.1\.mlp\.up_proj of LlamaForCausalLM .* one scale.* {remedy}"
+        refuse(match, model=model)
+        with pytest.raises(UnsupportedError, match=match):
+            model.generate_batch([[3, 4, 5]], spec_strategy="lookup", max_new_tokens=4)
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"granularity": PerRow()},
+            {"granularity": PerTensor(), "act_quant_scale": torch.ones(())},
+            {"use_dynamic_per_tensor_scale": False},
+        ],
+    )
+    def test_scales_of_each_token_and_fixed_ones_keep_tokens_apart(self, settings: Any) -> None:
+        model = with_input_scales(**settings)
+        plain = model.generate(PROMPT, max_new_tokens=8)
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=8, spec_strategy="lookup"), plain)
+
+    def test_as_a_draft_model(self) -> None:
+        target, draft = small_llama(), with_input_scales(granularity=PerTensor())
+        plain = target.generate(PROMPT, max_new_tokens=8)
+        drafted = target.generate(PROMPT, max_new_tokens=8, spec_strategy="draft", assistant=draft)
+        assert torch.equal(drafted, plain)
+
+    def test_of_torchao_itself(self) -> None:
+        """The attributes and class names that are read are those of torchao."""
+        granularity = pytest.importorskip("torchao.quantization.granularity")
+        weights = pytest.importorskip("torchao.quantization.quantize_.workflows")
+        for kind in (granularity.PerTensor, granularity.PerRow):
+            settings = weights.QuantizeTensorToFloat8Kwargs(granularity=kind())
+            dense = torch.randn(32, 16, dtype=torch.bfloat16)
+            weight = weights.Float8Tensor.from_hp(
+                dense, granularity=kind(), act_quant_kwargs=settings
+            )
+            model = torch.nn.Sequential(torch.nn.Linear(16, 32))
+            model[0].weight = torch.nn.Parameter(weight, requires_grad=False)
+            if kind is granularity.PerRow:
+                check_input_scales(model)  # type: ignore[arg-type]
+                continue
+            with pytest.raises(UnsupportedError, match="one scale"):
+                check_input_scales(model)  # type: ignore[arg-type]
 
 
 def with_lora(name: str, **options: Any) -> Any:

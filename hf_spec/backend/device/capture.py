@@ -18,13 +18,19 @@ from hf_spec.backend.device import graph_store
 from hf_spec.common.errors import OptionError
 
 MODES = ("auto", "off")
-# They return a value or a size to the host; `torch.multinomial` reads one internally.
+# They return a value or a size to the host, or read one internally.
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
-READS |= {"multinomial"}
+READS |= {"multinomial", "bincount", "grouped_mm_fallback"}
+# They read sizes on the host, depending on their arguments.
+SIZES = {"repeat_interleave", "_grouped_mm"}
 COPIES = {"_to_copy", "copy_"}
 INDEXING = {"index", "index_put_"}
 MASKS = {torch.bool, torch.uint8}
-WATCHED = READS | COPIES | INDEXING
+WATCHED = READS | SIZES | COPIES | INDEXING
+# Matrix multiplications of experts that transformers selects by 'grouped_mm'.
+GROUPED_MM = {"_grouped_mm", "grouped_mm_fallback"}
+# Compute capabilities for which PyTorch has a bfloat16 kernel of `torch._grouped_mm`.
+GROUPED_MM_CAPABILITIES = (9, 10)
 
 _lock = threading.Lock()
 
@@ -127,7 +133,26 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class WaitError(RuntimeError):
-    """An operation would have synchronized the host with the device."""
+    """An operation would have synchronized the host with the device.
+
+    Attributes:
+        operation: its name, without the overload.
+    """
+
+    def __init__(self, operation: str, device: str):
+        super().__init__(f"{operation} makes the host wait for the {device}")
+        self.operation = operation
+
+
+def grouped_mm_waits(states: Tensor) -> bool:
+    """Return True if PyTorch reads the sizes of the groups on the host to multiply `states`.
+
+    As of PyTorch 2.13 it has one kernel for all groups in bfloat16 on some devices; elsewhere it
+    copies the offsets to the host and multiplies group by group (GroupedBlas.cpp).
+    """
+    if states.device.type != "cuda" or states.dtype != torch.bfloat16:
+        return True
+    return torch.cuda.get_device_capability(states.device)[0] not in GROUPED_MM_CAPABILITIES
 
 
 class NoWaits(TorchDispatchMode):
@@ -144,7 +169,7 @@ class NoWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if name in WATCHED and self._waits(name, args, kwargs):
-            raise WaitError(f"{name} makes the host wait for the {self._device}")
+            raise WaitError(name, self._device)
         return func(*args, **kwargs)
 
     def _waits(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -158,5 +183,14 @@ class NoWaits(TorchDispatchMode):
         if not any(there):
             return False
         if name in INDEXING:
-            return any(index.dtype in MASKS for index in args[1] if index is not None)
+            masks = any(index.dtype in MASKS for index in args[1] if index is not None)
+            # Indices and values of another device are copied to it first.
+            return masks or not all(there)
+        if name == "repeat_interleave":
+            # Its last tensor has the repeats, unless they are a number.
+            repeats = args[1] if len(args) > 1 else args[0]
+            return isinstance(repeats, Tensor) and kwargs.get("output_size") is None
+        if name == "_grouped_mm":
+            # Without offsets all groups have the same size.
+            return len(args) > 2 and args[2] is not None and grouped_mm_waits(args[0])
         return True

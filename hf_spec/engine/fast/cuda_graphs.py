@@ -29,7 +29,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.backend.device import graph_store
-from hf_spec.backend.device.capture import NoWaits, WaitError, switch, warm_ups
+from hf_spec.backend.device.capture import (
+    GROUPED_MM,
+    NoWaits,
+    WaitError,
+    grouped_mm_waits,
+    switch,
+    warm_ups,
+)
 from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.backend.device.placement import looks_for_outliers
 from hf_spec.backend.device.transfer import send
@@ -472,8 +479,11 @@ def _wait_reason(error: WaitError) -> str:
     if layer is None:
         return str(error)
     reason = f"{error}, in {type(layer).__name__}"
-    if getattr(getattr(layer, "config", None), "_experts_implementation", None) == "eager":
-        reason += "; load the model with experts_implementation='batched_mm' or 'grouped_mm'"
+    experts = getattr(getattr(layer, "config", None), "_experts_implementation", None)
+    if experts == "eager" or (experts == "grouped_mm" and error.operation in GROUPED_MM):
+        reason += "; load the model with experts_implementation='batched_mm'"
+        if experts == "eager" and not any(map(grouped_mm_waits, layer.parameters())):
+            reason += " or 'grouped_mm'"
     return reason
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_spec.backend.device.distributed_checks import check_sharding, tensor_parallel_size
 from hf_spec.backend.device.placement import execution_device
@@ -21,6 +26,8 @@ from hf_spec.engine.models.recurrent_layers import (
     num_recurrent_layers,
     stateful_modules,
 )
+
+logger = logging.getLogger(__name__)
 
 # Layers whose cache can be rolled back: keys and values, the state of a mixer, or none.
 SUPPORTED_LAYERS = {
@@ -42,6 +49,9 @@ UNSUPPORTED = {
 # Attention implementations that take a tree mask; None is the default of a model class.
 MASKED_ATTENTION = (None, "eager", "sdpa")
 
+# Methods of transformers' decoding loop that the engine does not call in its decoding steps.
+UNCALLED = ("prepare_inputs_for_generation", "_sample")
+
 
 def check_weights(model: object) -> None:
     """Raise `UnsupportedError` for a target or assistant without weights."""
@@ -53,7 +63,10 @@ def check_weights(model: object) -> None:
 
 
 def check_model(model: object) -> None:
-    """Raise `UnsupportedError` for a model whose cache cannot be rolled back token by token."""
+    """Raise `UnsupportedError` for a model whose cache cannot be rolled back token by token.
+
+    Methods of the model's class that are not called are logged once per class.
+    """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{type(model).__name__} is not a transformers PreTrainedModel")
     name = type(model).__name__
@@ -101,6 +114,62 @@ def check_model(model: object) -> None:
             f"{name} has a sliding window or chunks but no attention interface, so the mask of a "
             "draft tree cannot be set"
         )
+    _warn_of_overrides(type(model))
+
+
+def check_attention_function(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedError` for a target whose attention is not one of transformers.
+
+    The engine replaces the attention of packed models by its own, which computes the same as each
+    implementation in transformers. Draft models are not checked: they need not be exact.
+    """
+    name = model.config.get_text_config()._attn_implementation
+    if takes_packed(model) and not _is_exact(name):
+        other = "eager" if name == "sdpa" else "sdpa"
+        raise UnsupportedError(
+            f"attn_implementation={name!r} is a function outside transformers, which spec_strategy "
+            f"would replace in {type(model).__name__}; call model.set_attn_implementation("
+            f'"{other}"), or generate without spec_strategy'
+        )
+
+
+def _is_exact(name: str | None) -> bool:
+    """Return True if an attention implementation computes plain softmax attention.
+
+    This holds for every function in transformers, whatever name it is registered under, and for
+    kernels of the Hub named "org/repo": transformers loads only flash attention that way.
+    "org/repo:function" may be any function, as may a name that a user has registered again.
+    """
+    # Paged variants differ in their cache only, which is not used.
+    name = (name or "eager").removeprefix("paged|")
+    if "/" in name and ":" not in name:
+        return True
+    # Every modeling file has an eager attention of its own, which is not registered. `hf_spec` is
+    # the name of our attention inside a forward pass.
+    registered = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    packages = {_package(function) for function in registered if function is not None}
+    known = name == "eager" or registered[0] is not None
+    return known and packages <= {"transformers", "hf_spec"}
+
+
+def _warn_of_overrides(model_class: type[PreTrainedModel]) -> None:
+    own = [name for name in UNCALLED if _package(getattr(model_class, name)) != "transformers"]
+    if own:
+        _warn_once(
+            f"spec_strategy does not call {'() and '.join(own)}() of {model_class.__module__}."
+            f"{model_class.__qualname__} in its decoding steps; if the output of generate() "
+            "depends on it, generate without spec_strategy"
+        )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _package(function: object) -> str:
+    """Return the name of the package that a function is defined in."""
+    return getattr(function, "__module__", "").partition(".")[0]
 
 
 def _has_known_states(model: PreTrainedModel) -> bool:

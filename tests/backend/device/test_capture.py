@@ -9,23 +9,39 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401 - it registers `grouped_mm_fallback`
 
 from hf_spec.backend.device.capture import (
     NoWaits,
     WaitError,
     capture_stream,
+    grouped_mm_waits,
     recording,
     set_cuda_graphs,
 )
 from hf_spec.common.errors import OptionError
 
 HERE = torch.device("cpu")
+# Sizes of groups and the index where each ends.
+REPEATS, ENDS = torch.tensor([1, 0, 2]), torch.tensor([1, 3], dtype=torch.int32)
+
+
+def grouped_mm(operation: Callable[..., Any], *ends: torch.Tensor) -> Any:
+    """Multiply two groups of rows, or two matrices if no ends are given, in bfloat16."""
+    states = torch.ones(3, 16) if ends else torch.ones(2, 3, 16)
+    return operation(states.bfloat16(), torch.ones(2, 16, 8).bfloat16(), *ends)
+
+
 WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
     "_local_scalar_dense": lambda ones: float(ones.sum()),
     "nonzero": lambda ones: ones.nonzero(),
     "index": lambda ones: ones[ones > 0],
     "index_put_": lambda ones: ones.index_put_((ones > 0,), ones[0]),
     "multinomial": lambda ones: torch.multinomial(ones, 1),
+    "bincount": lambda ones: ones.long().bincount(),
+    "repeat_interleave": lambda ones: ones.repeat_interleave(REPEATS),
+    "_grouped_mm": lambda _: grouped_mm(torch._grouped_mm, ENDS),
+    "grouped_mm_fallback": lambda _: grouped_mm(torch.ops.transformers.grouped_mm_fallback, ENDS),
     "equal": lambda ones: torch.equal(ones, ones),
     "_to_copy": lambda ones: ones.to("meta"),
 }
@@ -86,6 +102,9 @@ def test_everything_else_runs() -> None:
     with NoWaits(HERE):
         total = (ones @ ones.to(torch.float64).float() + ones[places].sum()).half()
         ones.index_put_((places,), ones[places])
+        assert ones.repeat_interleave(2).shape == (6,)
+        assert ones.repeat_interleave(REPEATS, output_size=3).shape == (3,)
+        grouped_mm(torch._grouped_mm)
     assert float(total) == 5
 
 
@@ -103,3 +122,39 @@ def test_copies_to_a_device_wait_unless_asked_not_to() -> None:
                 copy()
         torch.ones(3).to("meta", non_blocking=True)
         there.half().copy_(there)
+
+
+def test_indices_and_values_of_another_device_are_copied_first() -> None:
+    there, place = torch.ones(3, device="meta"), torch.tensor([0, 2])
+    values = torch.zeros(2, device="meta")
+    waits: dict[str, Callable[[], Any]] = {
+        "index": lambda: there[place],
+        "index_put_": lambda: there.index_put_((place,), values),
+    }
+    for name, run in waits.items():
+        run()
+        with NoWaits(there.device), pytest.raises(WaitError, match=f"^{name} makes the host wait"):
+            run()
+    with NoWaits(there.device):
+        there[place.to("meta", non_blocking=True)]
+        torch.ones(3)[place]
+    with NoWaits(there.device), pytest.raises(WaitError, match=r"^index_put_ makes the host wait"):
+        there.index_put_((place.to("meta", non_blocking=True),), torch.tensor(0.0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "waits"),
+    [
+        (torch.bfloat16, (9, 0), False),
+        (torch.bfloat16, (10, 3), False),
+        (torch.bfloat16, (8, 9), True),
+        (torch.bfloat16, (12, 0), True),
+        (torch.float16, (9, 0), True),
+    ],
+)
+def test_where_pytorch_multiplies_groups_by_one_kernel(
+    dtype: torch.dtype, capability: Any, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    states: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+    assert grouped_mm_waits(states) == waits

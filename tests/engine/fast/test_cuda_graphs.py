@@ -22,6 +22,7 @@ import hf_spec
 from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.capture import (
     NoWaits,
+    WaitError,
     cuda_graphs,
     padded_steps,
     set_cuda_graphs,
@@ -658,3 +659,36 @@ def on_cuda(kind: str, model: Any = None, **options: Any) -> Tensor:
     model = model or copy.deepcopy(tiny_models.build("llama")).cuda()
     batch = {name: t.cuda() for name, t in tiny_models.prompts("llama", kind).items()}
     return model.generate(**batch, max_new_tokens=24, do_sample=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("experts", "operation", "has_kernel", "advice"),
+    [
+        ("eager", "nonzero", True, "'batched_mm' or 'grouped_mm'"),
+        ("eager", "nonzero", False, "'batched_mm'"),
+        ("grouped_mm", "_grouped_mm", False, "'batched_mm'"),
+        ("grouped_mm", "grouped_mm_fallback", False, "'batched_mm'"),
+        ("grouped_mm", "nonzero", False, None),
+        (None, "_grouped_mm", False, None),
+    ],
+)
+def test_experts_that_wait_are_replaced_by_those_that_do_not(
+    experts: str | None,
+    operation: str,
+    has_kernel: bool,
+    advice: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Experts(torch.nn.Linear):
+        config = SimpleNamespace(_experts_implementation=experts)
+
+        def forward(self, _: Tensor) -> Tensor:
+            raise WaitError(operation, "cuda")
+
+    monkeypatch.setattr(step_graphs, "grouped_mm_waits", lambda _: not has_kernel)
+    with pytest.raises(WaitError) as raised:
+        Experts(2, 2)(torch.ones(1, 2))
+    reason = f"{operation} makes the host wait for the cuda, in Experts"
+    if advice is not None:
+        reason += f"; load the model with experts_implementation={advice}"
+    assert step_graphs._wait_reason(raised.value) == reason

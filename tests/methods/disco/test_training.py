@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec import AssistantError, OptionError
+from hf_spec import OptionError
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.methods.disco import training as disco
 from hf_spec.methods.disco.classifier import DiscoClassifier, draft_features
@@ -284,7 +284,7 @@ class TestTrain:
         small = str(tmp_path / "small")
         named = train_disco(model, small, responses, tmp_path / "a", SETTINGS)
         assert named.options["draft"] == "../small"
-        with pytest.raises(AssistantError, match="neither a folder beside it"):
+        with pytest.raises(OptionError, match=r"is not beside .* pass a Hub id, or a link in"):
             train_disco(model, small, responses, tmp_path / "deep" / "a", SETTINGS)
         unnamed = train_disco(model, draft, responses, tmp_path / "b", SETTINGS)
         assert unnamed.options["draft"] is None
