@@ -252,6 +252,10 @@ class LevelDrafter(Drafter):
         """Reset the policy of the row."""
         self.policy.restart(row)
 
+    def max_levels(self, state: GenerationState, limits: Mapping[int, int]) -> Mapping[int, int]:
+        """Return per row the most levels to draft; no pass runs rows with 0. Default: `limits`."""
+        return limits
+
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Return one tree per unfinished row, from one pass per level over all rows."""
         drafts = {
@@ -259,10 +263,10 @@ class LevelDrafter(Drafter):
                 TokenGraph(state.tokens[row], self.shape.merge_length),
                 self.shape,
                 state.stop.ends_sequence,
-                min(self.policy.limit(row), limit),
+                min(self.policy.limit(row), most),
                 self.samples,
             )
-            for row, limit in limits.items()
+            for row, most in self.max_levels(state, limits).items()
         }
         self.expanded_nodes = {row: draft.expanded_nodes for row, draft in drafts.items()}
         if growing := {row: draft for row, draft in drafts.items() if draft.max_levels > 0}:

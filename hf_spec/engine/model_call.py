@@ -38,11 +38,15 @@ class ModelCall:
         self._last = LastLayer(model) if BEFORE_NORM in self.hidden_layers else None
         self._model_vocab_size = num_embeddings(model)
         self.vocab_size = vocab_size or self._model_vocab_size
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
         self._is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self._takes_positions = takes_positions(model)
         selected = [layer for layer in self.hidden_layers if layer != BEFORE_NORM]
         self._always: dict[str, Any] = {"return_dict": True}
+        if "output_router_logits" in parameters:
+            # Their loss, which a config may turn on, needs a mask entry per token of the sequence.
+            self._always["output_router_logits"] = False
         if selected:
             self._always["output_hidden_states"] = selected if SELECTS_LAYERS else True
 

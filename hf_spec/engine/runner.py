@@ -48,6 +48,7 @@ from hf_spec.engine.model_call import ModelCall
 from hf_spec.engine.models.cross_attention import CrossAttention, decoding_parts, num_layers
 from hf_spec.engine.models.internal_positions import QueryPositions, scales_queries, tree_alibi
 from hf_spec.engine.models.latent_kv import expanded
+from hf_spec.engine.models.position_tables import num_positions
 from hf_spec.engine.models.recurrent_layers import mixers_of, num_attention_layers
 from hf_spec.engine.models.recurrent_state import RecurrentMixers
 
@@ -102,6 +103,7 @@ class ModelRunner:
         self._cache = PoolCache(self.rows.pool, num_layers(model))
         self._num_attention_layers = num_attention_layers(config)
         self._mixers = RecurrentMixers(model, num_rows) if mixers_of(model) else None
+        self._num_positions = num_positions(model)
         self._scales_queries = scales_queries(model)
         self._head = GreedyHead(model)
         # True if the state of compiled layers was checked since the last `keep`.
@@ -253,6 +255,22 @@ class ModelRunner:
         self._begin_pass()
         with use_packed_linears(self.rounded, prepared.has_prompt), self._attention.active():
             return self._run_packed(prepared, device_tokens)
+
+    def limit_depths(
+        self, limits: Mapping[int, int], sequences: Sequence[Sequence[int]], unrun: int = 0
+    ) -> Mapping[int, int]:
+        """Reduce maximum depths of drafts so that no node is past the model's last position.
+
+        `sequences` are those of `forward`. The `unrun` last levels of a draft need no positions. A
+        row gets depth 0 if its root has none.
+        """
+        if self._num_positions is None:
+            return limits
+        ends = [self._num_positions - offset for offset in self.rows.position_offsets]
+        return {
+            row: max(0, min(limit, ends[row] - len(sequences[row]) + unrun))
+            for row, limit in limits.items()
+        }
 
     def keep(self, paths: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Commit each row's accepted path; see `RowStorage.keep`."""

@@ -5,12 +5,13 @@ They raise `UnsupportedError`, or `OptionError` for a value that is wrong in any
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, MaxLengthCriteria, PreTrainedModel
 
 from hf_spec.common.compat import (
     CACHE_NAME,
@@ -117,6 +118,23 @@ def check_settings(settings: Settings) -> None:
         value = settings[name]
         if value is not None and value is not False:
             raise UnsupportedError(f"{name}={value!r} selects {method}; unset it")
+    _check_lengths(settings)
+
+
+def _check_lengths(settings: Settings) -> None:
+    """Check that maximum lengths are integers of any type, which `StopRules` expects."""
+    used = "max_length" if settings["max_new_tokens"] is None else "max_new_tokens"
+    lengths = {used: settings[used]}
+    for criterion in settings["stopping_criteria"] or ():
+        if type(criterion) is MaxLengthCriteria:
+            lengths["MaxLengthCriteria.max_length"] = criterion.max_length
+    for name, value in lengths.items():
+        try:
+            _ = value is None or operator.index(value)
+        except TypeError as error:
+            raise UnsupportedError(
+                f"{name}={value!r}: maximum lengths must be whole numbers"
+            ) from error
 
 
 def check_callables(arguments: Mapping[str, Any]) -> None:
@@ -275,10 +293,6 @@ def check_inputs(
         raise UnsupportedError(
             "position_ids other than 0, 1, 2, ... over the attended tokens cannot be used with "
             "spec_strategy; leave them out"
-        )
-    if not isinstance(max_length, (int, type(None))):
-        raise UnsupportedError(
-            f"a length of {max_length} tokens: max_new_tokens and max_length must be whole numbers"
         )
     _check_cache(model, find_cache(model_kwargs), input_ids)
     if not is_past_rope(model, attention_mask):

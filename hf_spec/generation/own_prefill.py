@@ -126,7 +126,7 @@ class Prompt:
         return runner.rows.pool.retried(partial(self._run, runner))
 
     def _run(self, runner: ModelRunner) -> ForwardOutput:
-        cache = copy.deepcopy(find_cache(self.model_kwargs))
+        cache = _copied(find_cache(self.model_kwargs))
         model: Any = runner.model
         prepare = model.prepare_inputs_for_generation
         inputs = prepare(
@@ -154,6 +154,15 @@ def first_round(
     with state.clock("verify"):
         output = prompt.run(target)
     finish_step(target, drafter, verifier, state, tree, output)
+
+
+def _copied(cache: Any) -> Any:
+    """Return a deep copy of a cache. Its tensors are detached: `deepcopy` fails for others."""
+    attributes = [value for layer in getattr(cache, "layers", ()) for value in vars(layer).values()]
+    # Recurrent layers have dictionaries of states.
+    states = [part for value in attributes if isinstance(value, dict) for part in value.values()]
+    tensors = [value for value in (*attributes, *states) if isinstance(value, Tensor)]
+    return copy.deepcopy(cache, {id(tensor): tensor.detach().clone() for tensor in tensors})
 
 
 def _prefill_draft_model(runner: ModelRunner, target: PreTrainedModel, prompt: Prompt) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -87,3 +89,31 @@ def test_a_larger_vocabulary_is_filled_up() -> None:
     logits = calling.fit_vocabulary(calling.logits_of(result, KEPT))
     assert logits.shape == (2, own + 3)
     assert bool((logits[:, own:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_the_loss_of_a_router_is_not_computed(name: str) -> None:
+    """It needs one mask entry per token of the sequence; a draft tree has none."""
+    model = copy.deepcopy(tiny_models.build(name))
+    model.config.output_router_logits = True
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    prompt = tiny_models.settled_prompt(name)
+    plain = model.generate(prompt, **options)
+    assert torch.equal(model.generate(prompt, **options, spec_strategy="none"), plain)
+    drafted = model.generate(prompt, **options, spec_strategy="draft", assistant=model)
+    assert torch.equal(drafted, plain)
+
+
+def test_a_model_without_routers_gets_no_option_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.build("llama")
+    seen, inner = [], model.forward
+
+    @wraps(inner)
+    def forward(**kwargs: Any) -> Any:
+        seen.append(set(kwargs))
+        return inner(**kwargs)
+
+    monkeypatch.setattr(model, "forward", forward)
+    call(model, [])
+    assert "position_ids" in seen[0]
+    assert "output_router_logits" not in seen[0]

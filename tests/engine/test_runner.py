@@ -167,6 +167,20 @@ def test_the_head_sees_nodes_only() -> None:
     assert counts == [tree.num_nodes]
 
 
+def test_depths_end_at_the_last_position() -> None:
+    """A node at depth d of n tokens has the position n - 1 + d; GPT-2 has 256 positions."""
+    sequences = [[5] * length for length in (3, 250, 256, 257, 300)]
+    limits = dict.fromkeys(range(5), 10)
+    runner = ModelRunner(tiny_models.build("gpt2"), 5)
+    assert runner.limit_depths(limits, sequences) == {0: 10, 1: 6, 2: 0, 3: 0, 4: 0}
+    # Nothing follows a root that cannot run.
+    assert runner.limit_depths(limits, sequences, unrun=1) == {0: 10, 1: 7, 2: 1, 3: 0, 4: 0}
+    runner.rows.position_offsets[:2] = [-4, 4]
+    assert runner.limit_depths({0: 255, 1: 10}, sequences) == {0: 255, 1: 2}
+    rotary = ModelRunner(tiny_models.build("llama"), 5)
+    assert rotary.limit_depths(limits, sequences) == limits
+
+
 @pytest.mark.parametrize("batching", ["unpadded_kv", "padded"])
 def test_padded_inputs_have_one_length_for_all_rows(batching: str) -> None:
     """This includes finished rows, as in a rectangle; the head runs equally many tokens per row."""

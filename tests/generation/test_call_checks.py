@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as T
@@ -14,7 +15,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache, TextStream
 from hf_spec import LookupConfig, OptionError
 from hf_spec.common.compat import CACHE_NAME, output_cache
 from tests.refusals import PROMPT, SMALL, refuse, small_llama
-from tests.tiny_models import VOCAB, build, ragged_batch, tokenizer
+from tests.tiny_models import VOCAB, build, ragged_batch, speculation, tokenizer
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 4}, "num_beams=4.* set num_beams=1"),
@@ -272,7 +273,47 @@ class TestPrompts:
         assert torch.equal(model.generate(**call, spec_strategy="lookup"), plain)
 
     def test_lengths_that_are_no_whole_numbers(self) -> None:
-        refuse("must be whole numbers", max_new_tokens=2.5)
+        refuse("max_new_tokens=2.5: .* must be whole numbers", max_new_tokens=2.5)
+        refuse("max_length=30.0: .* whole numbers", max_length=30.0, max_new_tokens=None)
+        config = GenerationConfig(max_length=30.5)
+        refuse("max_length=30.5", generation_config=config, max_new_tokens=None)
+        criteria = [T.MaxLengthCriteria(30.5)]
+        refuse("MaxLengthCriteria.max_length=30.5", stopping_criteria=criteria)
+
+    @pytest.mark.parametrize(
+        "length",
+        [
+            {"max_new_tokens": np.int64(9)},
+            {"max_new_tokens": torch.tensor(9)},
+            {"max_length": torch.tensor(30)},
+            {"max_length": np.int32(30)},
+        ],
+        ids=str,
+    )
+    def test_lengths_of_other_integer_types(self, length: dict[str, Any]) -> None:
+        model, call = build("llama"), {"do_sample": False, **length}
+        plain = model.generate(PROMPT, **call)
+        assert plain.shape[1] == 30
+        assert torch.equal(model.generate(PROMPT, **call, spec_strategy="lookup"), plain)
+        batch = model.generate_batch(PROMPT.tolist(), **call, spec_strategy="lookup")
+        assert batch["req_0"].generated_tokens == plain[0, PROMPT.shape[1] :].tolist()
+
+    @pytest.mark.parametrize(
+        "length", [{"max_length": int(1e30)}, {"max_new_tokens": 10**11}], ids=str
+    )
+    @pytest.mark.parametrize("strategy", ["lookup", "draft", "falcon", "auto"])
+    def test_lengths_that_no_call_reaches(self, length: dict[str, Any], strategy: str) -> None:
+        """1e30 is the `model_max_length` of tokenizers without a limit."""
+        model = build("llama")
+        plain = model.generate(PROMPT, max_new_tokens=20, do_sample=False)
+        end = plain[0, PROMPT.shape[1] + 9].item()
+        call = {"do_sample": False, "eos_token_id": end, **length, **speculation("llama", strategy)}
+        expected = model.generate(PROMPT, max_new_tokens=20, do_sample=False, eos_token_id=end)
+        assert expected.shape[1] < 50
+        assert torch.equal(model.generate(PROMPT, **call), expected)
+        batch = model.generate_batch(PROMPT.tolist(), **call)
+        new_tokens = expected[0, PROMPT.shape[1] :].tolist()
+        assert batch["req_0"].generated_tokens == new_tokens
 
     def test_a_generation_config_of_another_type(self) -> None:
         refuse("generation_config of type dict", error=OptionError, generation_config={"top_k": 1})

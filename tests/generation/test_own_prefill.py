@@ -11,13 +11,14 @@ import transformers as T
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation import own_prefill
 from hf_spec.generation.own_prefill import Prompt, decoder_kwargs, first_round, read_input
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
-from tests import tiny_models
+from tests import hybrid_models, tiny_models
 from tests.model_watch import count_forwards
 from tests.refusals import refuse
 from tests.targets import image_cases
@@ -63,6 +64,50 @@ def test_longrope_past_its_limit_from_the_start(lengths: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("lengths", [(10,), (16,), (20, 12)])
 def test_longrope_that_would_change_on_the_way(lengths: tuple[int, ...]) -> None:
     refuse("past 16 tokens", model=longrope(), max_new_tokens=20, **prompts(*lengths))
+
+
+@pytest.mark.parametrize("strategy", ["none", "lookup"])
+def test_a_cache_that_was_filled_with_autograd_on(strategy: str) -> None:
+    """Its tensors are results of autograd; plain `generate()` puts detached ones in their place."""
+    model, ids = longrope(), tiny_models.repetitive_prompt(40)
+    call: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    outputs, caches = [], []
+    for options in ({}, {"spec_strategy": strategy}):
+        cache = T.DynamicCache(config=model.config)
+        with torch.enable_grad():
+            model(ids[:, :30], **{CACHE_NAME: cache}, use_cache=True)
+        filled = cache.layers[0].keys
+        assert filled.requires_grad
+        before = filled.detach().clone()
+        outputs.append(model.generate(ids, **{CACHE_NAME: cache}, **call, **options))
+        assert torch.equal(filled, before)
+        caches.append(cache)
+    assert torch.equal(*outputs)
+    for plain, ours in zip(*(cache.layers for cache in caches), strict=True):
+        for expected, actual in ((plain.keys, ours.keys), (plain.values, ours.values)):
+            assert not actual.requires_grad
+            torch.testing.assert_close(actual, expected)
+
+
+def test_a_cache_of_recurrent_layers_is_copied_detached() -> None:
+    """Their states are in dictionaries, and the copy shares no memory with the cache."""
+    model = hybrid_models.build("qwen3_next")
+    cache = T.DynamicCache(config=model.config)
+    with torch.enable_grad():
+        model(tiny_models.repetitive_prompt(9), **{CACHE_NAME: cache}, use_cache=True)
+    copied = own_prefill._copied(cache)
+    pairs = list(zip(all_tensors(cache), all_tensors(copied), strict=True))
+    assert any(original.requires_grad for original, _ in pairs)
+    for original, other in pairs:
+        assert torch.equal(original, other)
+        assert not other.requires_grad
+        assert other.data_ptr() != original.data_ptr()
+
+
+def all_tensors(cache: T.DynamicCache) -> list[Tensor]:
+    values = [value for layer in cache.layers for value in vars(layer).values()]
+    values += [part for value in values if isinstance(value, dict) for part in value.values()]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def test_longrope_in_continuous_batching() -> None:

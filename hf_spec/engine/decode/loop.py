@@ -30,7 +30,8 @@ def speculative_step(
     """Draft for every unfinished row and verify all drafts in one forward pass of the target."""
     try:
         with state.clock("draft"):
-            tree = drafter.draft(state, state.draft_limits)
+            limits = target.limit_depths(state.draft_limits, state.tokens)
+            tree = drafter.draft(state, limits)
         with state.clock("verify"):
             verifier.padding_logits = logits_on_padding(target, verifier, state, tree)
             output = target.forward(tree, state.tokens, readout=verifier.readout(tree, state))

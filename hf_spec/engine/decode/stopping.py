@@ -54,7 +54,9 @@ class StopRules:
         self._per_step: list[Any] = []
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
-                limits = [index(x) for x in (self.max_length, criterion.max_length) if x is not None]
+                limits = [
+                    index(x) for x in (self.max_length, criterion.max_length) if x is not None
+                ]
                 self.max_length = min(limits)
             elif type(criterion) is EosTokenCriteria:
                 self._eos.update(criterion.eos_token_id.tolist())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
@@ -156,6 +156,13 @@ class DraftModelDrafter(LevelDrafter):
         """Let the draft model run a prompt that is more than tokens."""
         run(self._runner)
 
+    def max_levels(self, state: GenerationState, limits: Mapping[int, int]) -> Mapping[int, int]:
+        """Return `limits`, reduced where the draft model has fewer positions.
+
+        Tokens past its last position are never read. The last level of a draft does not run.
+        """
+        return self._runner.limit_depths(limits, self._sequences(state), unrun=1)
+
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep the accepted part of the KV cache, and update the policy."""
         accepted = self.accepted(verdict)
@@ -201,6 +208,10 @@ class DraftModelDrafter(LevelDrafter):
                 tree, nodes = self._nodes_of(state, growth)
                 output = self._runner.forward(tree, state.tokens, nodes)
         return self.processed(state, growth, output.logits.to(state.device, torch.float32))
+
+    def _sequences(self, state: GenerationState) -> Sequence[Sequence[int]]:
+        """Return per row the tokens that the draft model reads."""
+        return state.tokens
 
     @property
     def _restricted_head(self) -> FewTokensHead | None:

@@ -139,7 +139,8 @@ class PardDrafter(DraftModelDrafter):
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Return one chain or tree per unfinished row, from one forward pass over all rows."""
-        depths = {row: max(0, min(self.policy.limit(row), limit)) for row, limit in limits.items()}
+        most = self.max_levels(state, limits)
+        depths = {row: max(0, min(self.policy.limit(row), most[row])) for row in limits}
         predicted = dict.fromkeys(limits, _Predictions())
         if any(depths.values()):
             predicted |= self._predict(state, {row: n for row, n in depths.items() if n})

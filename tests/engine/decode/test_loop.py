@@ -149,3 +149,37 @@ def test_what_is_stored_is_what_is_committed_after_every_step() -> None:
     keys = output_cache(plain).layers[2].keys[0]
     length = keys.shape[1]
     torch.testing.assert_close(target.rows.pool.keys[2][0, :, :length], keys, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.by_default(strategy=FEW_STRATEGIES, name=("gpt2",))
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gptj"])
+@pytest.mark.parametrize("strategy", [s for s in tiny_models.STRATEGIES if s != "mtp"])
+def test_no_draft_leaves_the_positions_of_the_target(name: str, strategy: str) -> None:
+    """Rows that stop by a token at the last position of the target, whose table has 256."""
+    model, last = tiny_models.build(name), 255
+
+    def count(ids: Tensor, scores: Tensor) -> Tensor:
+        """Count from 3 to 7 again and again, which is easy to draft, and end by 2."""
+        ends = ids.shape[1] >= last
+        wanted = torch.full_like(ids[:, -1], 2) if ends else 3 + (ids[:, -1] - 2) % 5
+        return torch.full_like(scores, -1e9).scatter(1, wanted[:, None], 0)
+
+    numbers = torch.tensor([[3, 4, 5, 6, 7] * 49]).repeat(2, 1)
+    mask = torch.ones_like(numbers)
+    mask[0, :9] = 0
+    options: dict[str, Any] = {"attention_mask": mask, "logits_processor": [count]}
+    options |= {"max_length": 300, "do_sample": False, "eos_token_id": 2}
+    plain = model.generate(numbers, **options)
+    assert plain.shape[1] == last + 1
+    for _ in range(2):
+        drafted = model.generate(numbers, **options, **tiny_models.speculation(name, strategy))
+        assert torch.equal(drafted, plain)
+
+
+def test_past_its_positions_a_target_fails_as_in_plain_generate() -> None:
+    prompt = tiny_models.repetitive_prompt(250)
+    model: Any = tiny_models.build("gpt2")
+    options: dict[str, Any] = {"do_sample": False, "spec_strategy": "lookup"}
+    assert model.generate(prompt, max_length=257, **options).shape[1] == 257
+    with pytest.raises(IndexError):
+        model.generate(prompt, max_length=258, **options)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from hf_spec import DraftConfig, GsdConfig, TreeConfig
+from hf_spec import DiscoConfig, DraftConfig, GsdConfig, TreeConfig
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree
@@ -24,7 +24,15 @@ from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.feature_pairs.draft_head import DraftHead
 from tests.host_and_device import check_same_drafts
 from tests.model_watch import count_forwards
-from tests.tiny_models import VOCAB, build, draft_model, prompts, ragged_batch, repetitive_prompt
+from tests.tiny_models import (
+    VOCAB,
+    build,
+    disco_adapter,
+    draft_model,
+    prompts,
+    ragged_batch,
+    repetitive_prompt,
+)
 
 PROMPT = repetitive_prompt()
 
@@ -566,3 +574,55 @@ class TestOwnTokens:
         )
         assert torch.equal(got, expected)
         assert set(widths) == {len(self.KNOWN)}
+
+
+def cut(positions: int = 24) -> PreTrainedModel:
+    """Return the first layers of GPT-2 with a table of few positions."""
+    model: Any = copy.deepcopy(draft_model("gpt2"))
+    table = model.transformer.wpe
+    table.weight = torch.nn.Parameter(table.weight[:positions].clone())
+    model.config.max_position_embeddings = table.num_embeddings = positions
+    return model
+
+
+class TestPositions:
+    """The root of n tokens has position n - 1, and the last level of a draft does not run."""
+
+    @pytest.mark.parametrize(("length", "depth"), [(19, 5), (21, 4), (24, 1), (25, 0), (30, 0)])
+    @pytest.mark.parametrize("config", [DraftConfig, TreeConfig])
+    def test_a_draft_ends_at_the_last_position(
+        self, config: type[DraftConfig], length: int, depth: int
+    ) -> None:
+        state = start({"input_ids": repetitive_prompt(length)})
+        options = {} if config is DraftConfig else {"max_nodes": 200}
+        tree, drafter = draft_once(config(max_draft_tokens=5, **options), state, cut())
+        assert tree.height(0) == drafter.forwards == depth
+
+    def test_rows_past_it_are_not_run(self) -> None:
+        state = start(ragged_batch((26, 12, 24)))
+        tree, drafter = draft_once(DraftConfig(max_draft_tokens=3), state, cut())
+        assert [tree.height(row) for row in range(3)] == [0, 3, 1]
+        assert drafter._runner.tokens_run == 12 + 2 + 24
+        assert drafter._runner.rows.stored == [0, 11, 23]
+
+    def test_rotary_positions_do_not_end(self) -> None:
+        model = copy.deepcopy(draft_model("llama"))
+        model.config.max_position_embeddings = 8
+        state = start({"input_ids": PROMPT})
+        tree, _ = draft_once(DraftConfig(max_draft_tokens=4), state, model)
+        assert tree.height(0) == 4
+
+    @pytest.mark.parametrize("strategy", ["draft", "tree", "gsd", "disco"])
+    def test_a_generation_goes_on_past_it(self, strategy: str) -> None:
+        model: Any = build("gpt2")
+        chosen: Any = strategy
+        if strategy == "disco":
+            chosen = DiscoConfig(adapter=disco_adapter("gpt2"))
+        options = {**ragged_batch(), "max_new_tokens": 40, "do_sample": False}
+        plain = model.generate(**options)
+        for _ in range(2):
+            output = model.generate(
+                **options, spec_strategy=chosen, assistant=cut(), return_dict_in_generate=True
+            )
+            assert torch.equal(output.sequences, plain)
+            assert output.spec_stats.draft_forwards > 0

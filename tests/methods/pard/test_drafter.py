@@ -17,7 +17,7 @@ from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.pard.drafter import PardDrafter
-from tests.methods.draft_model.test_drafter import count_tokens, paths, start
+from tests.methods.draft_model.test_drafter import count_tokens, cut, paths, start
 from tests.test_distribution import ALPHA, REPETITIVE, TOP_K, worst_p_value
 from tests.tiny_models import (
     VOCAB,
@@ -178,6 +178,15 @@ class TestLengths:
         tree = draft(drafter, start({"input_ids": PROMPT}, new_tokens))
         assert tree.height(0) == new_tokens - 1
         assert drafter.forwards == int(new_tokens > 1)
+
+    def test_masks_end_at_the_last_position_of_the_model(self) -> None:
+        """The root and K - 1 masks run; a row whose root has no position drafts nothing."""
+        model = cut()
+        model.config.pard_token = MASK
+        drafter = PardDrafter(PardConfig(max_draft_tokens=5), model)
+        tree = draft(drafter, start(ragged_batch((26, 22, 10))))
+        assert [tree.height(row) for row in range(3)] == [0, 3, 5]
+        assert drafter._runner.rows.stored == [0, 22, 10]
 
     def test_confidence_cuts_each_row_after_an_unlikely_token(self) -> None:
         state, threshold = start(ragged_batch(LENGTHS)), 0.16

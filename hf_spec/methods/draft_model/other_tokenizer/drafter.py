@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,8 +69,6 @@ class CrossTokenizerDrafter(DraftModelDrafter):
     ):
         super().__init__(config, model, policy)
         self.pair = pair
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._longest = longest or sys.maxsize
 
     def start(self, state: GenerationState) -> None:
         """Begin the text of every row."""
@@ -91,18 +88,18 @@ class CrossTokenizerDrafter(DraftModelDrafter):
         """Do nothing: the draft model reads only the text of a multimodal prompt."""
 
     def _read(self, tokens: Sequence[Sequence[int]], limits: Mapping[int, int]) -> dict[int, int]:
-        """Read the new tokens of the rows; return `limits`, reduced to the model's maximum length.
-
-        Rows without text get 0.
-        """
+        """Read the new tokens of the rows; return `limits`, 0 for rows without text."""
         reduced = {}
         for row, limit in limits.items():
             ids = self._texts[row].read(tokens[row])
             stored = self._stored_ids[row][: self._runner.rows.stored[row]]
             self._runner.shorten(row, common_length(stored, ids[:-1]))
             self.ids[row] = ids
-            reduced[row] = max(0, min(limit, self._longest - len(ids))) if ids else 0
+            reduced[row] = limit if ids else 0
         return reduced
+
+    def _sequences(self, state: GenerationState) -> Sequence[Sequence[int]]:
+        return self.ids
 
 
 class SharedRunner(ModelRunner):

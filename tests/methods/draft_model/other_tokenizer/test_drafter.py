@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as T
 
 import hf_spec
 from hf_spec import DraftConfig, GsdConfig, OptionError, TreeConfig
@@ -14,6 +15,7 @@ from hf_spec.engine.decode import drafter as drafter_module
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.runner import ModelRunner
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.draft_model.other_tokenizer.draft_text import DraftText
 from hf_spec.methods.draft_model.other_tokenizer.drafter import make_cross_tokenizer_drafter
 from tests import test_distribution as chi
@@ -111,15 +113,37 @@ class TestIdentity:
         assert outputs.spec_stats.tau > least_tau("unigram", translation)
 
     def test_a_model_that_ends(self, translation: str) -> None:
-        """Drafted end tokens are the target's; drafts end at the draft model's last position."""
-        draft = random_model(unigram())
-        draft.config.max_position_embeddings = 20
+        """Drafted end tokens are the target's."""
         inputs = batch()
         config = SHAPES["chain"](translation)
         ended = {"eos_token_id": bpe()(" dog").input_ids[-1], "pad_token_id": 0}
-        for model in (draft, learned("unigram")):
-            found = generate(inputs, **ended, **speculation("unigram", config, model))
-            assert torch.equal(found.sequences, generate(inputs, **ended).sequences)
+        found = generate(inputs, **ended, **speculation("unigram", config))
+        assert torch.equal(found.sequences, generate(inputs, **ended).sequences)
+
+    def test_drafts_end_at_the_last_position_of_the_draft_model(
+        self, translation: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The number of its own tokens counts, and rotary positions do not end."""
+        lengths: list[int] = []
+        ran = DraftModelDrafter.probabilities
+
+        def run(self: Any, state: Any, growth: Any) -> Any:
+            lengths.extend(len(self.ids[row]) + growth.depth for row in growth.rows)
+            return ran(self, state, growth)
+
+        monkeypatch.setattr(DraftModelDrafter, "probabilities", run)
+        torch.manual_seed(0)
+        size: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 20}
+        ends = {"bos_token_id": None, "eos_token_id": None}
+        made = T.GPT2Config(vocab_size=len(unigram()), **size, **ends)
+        table, rotary = T.GPT2LMHeadModel(made).eval(), random_model(unigram())
+        rotary.config.max_position_embeddings = 20
+        inputs, config = batch(), SHAPES["chain"](translation)
+        for model in (table, rotary):
+            lengths.clear()
+            found = generate(inputs, **speculation("unigram", config, model))
+            assert torch.equal(found.sequences, generate(inputs).sequences)
+            assert max(lengths) == 20 if model is table else max(lengths) > 25
 
     def test_models_are_left_as_they_were(self, translation: str) -> None:
         draft = learned("unigram")
