@@ -135,7 +135,7 @@ Prompts = Annotated[
         "Default: the prompts of this package.",
     ),
 ]
-PER_TASK_HELP = "Number of prompts per task. Default: {}, or all prompts of a file."
+PER_TASK_HELP = "Prompts per task. Default: {}, or all of a file."
 Out = Annotated[Path | None, typer.Option(help="JSON file of the results.")]
 
 
