@@ -47,11 +47,13 @@ LONGEST = 1024
 class DiscoPolicy(LengthPolicy):
     """Stop after a token whose predicted acceptance probability is below `threshold`.
 
-    In the paper, `threshold` is tau and `max_draft_tokens` is SL_max.
+    In the paper, `threshold` is tau and `max_draft_tokens` is SL_max. `is_calibrated` is True if
+    both were chosen by measured speed.
     """
 
     threshold: float
     classifier: DiscoClassifier
+    is_calibrated: bool = False
 
     @torch.no_grad()
     def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor:
@@ -101,7 +103,8 @@ def _load_policy(adapter: SpecAdapter, config: DraftConfig, target: PreTrainedMo
         longest = _calibrated(adapter, "max_draft_tokens", 1, LONGEST, int)
     if threshold is None:
         threshold = _calibrated(adapter, "threshold", 0, 1, float, int)
-    return DiscoPolicy(longest, threshold, DiscoClassifier.from_adapter(adapter))
+    classifier = DiscoClassifier.from_adapter(adapter)
+    return DiscoPolicy(longest, threshold, classifier, "calibration" in adapter.options)
 
 
 def _calibrated(adapter: SpecAdapter, name: str, low: float, high: float, *kinds: type) -> Any:
@@ -134,7 +137,8 @@ def _load_parts(
 
 def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     draft, disco = _load_parts(config, target, assistant)
-    measures = config.leaves_sizes_open and can_measure(target)
+    is_open = config.leaves_sizes_open and not disco.is_calibrated
+    measures = is_open and can_measure(target)
     policy = MeasuredDiscoPolicy(disco) if measures else disco
     chain = draft.drafter(config, policy, target)
     return adapt_length(chain, policy, target, config, nodes_per_level=1) if measures else chain
@@ -151,12 +155,12 @@ class DiscoConfig(DraftConfig):
     """Options of `disco`: those of `DraftConfig` with other defaults.
 
     `assistant=` is the adapter, which names its draft model; with `adapter=` in the config it is
-    the draft model. With neither `max_draft_tokens` nor `acceptance_threshold`, the cost model
-    replaces the threshold.
+    the draft model. With neither `max_draft_tokens` nor `acceptance_threshold`, and an adapter that
+    was never calibrated, the cost model replaces the threshold.
 
     Attributes:
-        max_draft_tokens: SL_max. Default: the adapter's calibrated value.
-        acceptance_threshold: tau. Default: the adapter's calibrated value.
+        max_draft_tokens: SL_max. Default: the adapter's value.
+        acceptance_threshold: tau. Default: the adapter's value.
     """
 
     adapter_methods = (METHOD,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_spec import (
     UnsupportedError,
 )
 from hf_spec.adapters.folder import load_adapter
+from hf_spec.drafting.cost_model.adaptive_length_drafter import AdaptiveLengthDrafter
 from hf_spec.drafting.length_policy import DraftedToken, LevelCost
 from hf_spec.methods.disco import drafter as disco
 from hf_spec.methods.disco.classifier import DiscoClassifier, draft_features
@@ -73,6 +75,25 @@ def heights(config: Any, inputs: dict[str, Tensor]) -> list[int]:
     with drafter.active(state):
         tree = drafter.draft(state, state.draft_limits)
     return [tree.height(row) for row in range(state.num_rows)]
+
+
+class TestDefault:
+    """Whose values a call without sizes uses."""
+
+    def drafter(self, **options: Any) -> Any:
+        adapter = load_adapter(disco_adapter("llama"), "disco")
+        adapter = replace(adapter, options={**adapter.options, **options})
+        return disco._make_drafter(DiscoConfig(), build("llama"), adapter)
+
+    def test_those_of_a_calibration(self) -> None:
+        values = {"threshold": 0.3, "max_draft_tokens": 7}
+        drafter = self.drafter(**values, calibration={"best": "threshold 0.3, longest 7"})
+        assert isinstance(drafter, DraftModelDrafter)
+        assert isinstance(drafter.policy, DiscoPolicy)
+        assert (drafter.policy.threshold, drafter.policy.longest) == (0.3, 7)
+
+    def test_measured_time_without_a_calibration(self) -> None:
+        assert isinstance(self.drafter(), AdaptiveLengthDrafter)
 
 
 class TestDecision:
