@@ -377,8 +377,9 @@ class TestKeys:
                 read.append(StorageWeakRef(settings.held.untyped_storage()))
                 return apply(scores, settings)
 
-            monkeypatch.setattr(logits_processors, "filter_scores", seen)
-            assert device.decode().programs > 0
+            with monkeypatch.context() as patch:
+                patch.setattr(logits_processors, "filter_scores", seen)
+                assert device.decode().programs > 0
             for stored in graph_store._stored.values():
                 for shape in stored.recorded.values():
                     # The fake graph holds the call.
