@@ -62,8 +62,8 @@ def bench(  # noqa: PLR0913 - one parameter per option
         raise OptionError(f"--plots needs matplotlib: {how_to_install('bench')}")
     default = ["lookup"] if suite.synthetic_acceptance is None else []
     entries = with_baseline(parse_entries(strategy or default, assistant or []))
-    per_task = per_task or (None if prompts else PER_TASK)
-    texts = load_prompts(prompts, per_task, task or (), whole)
+    limit = options.prompts_per_task(per_task, prompts, PER_TASK)
+    texts = load_prompts(prompts, limit, task or (), whole)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     suite = replace(suite, step_cost=plots is not None)
     benchmark = Benchmark(target, tokenizer, texts, entries, suite)

@@ -37,7 +37,7 @@ def check_head(
         target_answers,
     )
 
-    texts = load_prompts(prompts, None if prompts else 1)
+    texts = load_prompts(prompts, options.prompts_per_task(None, prompts, 1))
     published = read_ambiguous_head(head)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     answers = target_answers(target, [text.encode(tokenizer) for text in texts], max_new_tokens)

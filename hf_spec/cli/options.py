@@ -136,6 +136,13 @@ Prompts = Annotated[
     ),
 ]
 PER_TASK_HELP = "Prompts per task. Default: {}, or all of a file."
+
+
+def prompts_per_task(given: int | None, file: Path | None, default: int) -> int | None:
+    """Return the limit of prompts per task: `default` without a file; all of a file are used."""
+    return default if given is None and file is None else given
+
+
 Out = Annotated[Path | None, typer.Option(help="JSON file of the results.")]
 
 

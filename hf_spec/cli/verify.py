@@ -59,7 +59,7 @@ def verify(  # noqa: PLR0913 - one parameter per option
 
     options.check_out(out, prompts)
     entries = parse_entries(strategy, assistant or [], compile_layers=None)
-    texts = load_prompts(prompts, per_task or (None if prompts else PER_TASK))
+    texts = load_prompts(prompts, options.prompts_per_task(per_task, prompts, PER_TASK))
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     runs = len(entries) * (len(texts) + bool(plan.sampled_prompts))
     with tqdm(total=runs, desc="checks", disable=None) as bar:

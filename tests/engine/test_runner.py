@@ -173,7 +173,7 @@ def test_depths_end_at_the_last_position() -> None:
     limits = dict.fromkeys(range(5), 10)
     runner = ModelRunner(tiny_models.build("gpt2"), 5)
     assert runner.limit_depths(limits, sequences) == {0: 10, 1: 6, 2: 0, 3: 0, 4: 0}
-    # Nothing follows a root that cannot run.
+    # A root that cannot run has no draft.
     assert runner.limit_depths(limits, sequences, unrun=1) == {0: 10, 1: 7, 2: 1, 3: 0, 4: 0}
     runner.rows.position_offsets[:2] = [-4, 4]
     assert runner.limit_depths({0: 255, 1: 10}, sequences) == {0: 255, 1: 2}

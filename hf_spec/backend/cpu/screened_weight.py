@@ -126,9 +126,7 @@ def screen(weight: Tensor, exact: PackedWeight) -> ScreenedWeight:
         part = slice(first, first + size)
         wide = weight[part].float()
         norms = wide.norm(dim=1)
-        scale = (
-            wide.abs().amax(dim=1).div_(LARGEST_CODE).clamp_min_(torch.finfo(torch.float32).tiny)
-        )
+        scale = wide.abs().amax(dim=1).div_(LARGEST_CODE).clamp_min_(SMALLEST_SCALE)
         rounded = (wide / scale[:, None]).round_()
         codes[part], scales[part] = rounded, scale
         error = rounded.mul_(scale[:, None]).sub_(wide).norm(dim=1)

@@ -152,13 +152,12 @@ class GenerationState(RowTokens):
 
         All rows that have a path have the same length.
         """
-        prefixes = {row: self.prefix(row, path).clone() for row, path in paths.items()}
-        [length] = {len(prefix) for prefix in prefixes.values()}
-        for row in set(range(self.num_rows)) - prefixes.keys():
-            ended = self.prefix(row)
-            prefixes[row] = ended.new_full((length,), self.pad_token_id)
-            prefixes[row][: len(ended)] = ended
-        return [prefixes[row] for row in range(self.num_rows)]
+        row, path = next(iter(paths.items()))
+        batch = self._padded_batch(range(self.num_rows), self.generated[row], self.pad_token_id)
+        padding = [self.pad_token_id] * len(path)
+        drafted = [paths.get(row, padding) for row in range(self.num_rows)]
+        added = torch.tensor(drafted, dtype=torch.long, device=self.device)
+        return [*torch.cat([batch, added], dim=1)]
 
     def missing_scores(self) -> dict[int, range]:
         """Return per ended row the positions of padding whose scores the criteria wait for.

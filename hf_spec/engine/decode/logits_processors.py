@@ -244,10 +244,12 @@ class _OfRow:
         return any(processors.reads_tokens for processors in self.lists)
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        filters = [self.lists[row].filters([0]) for row in rows]
-        if serves(scores) and None not in filters:
-            settings = torch.tensor([found[0] for found in filters if found], dtype=torch.float32)
-            return filter_scores(scores, send([settings], scores.device)[0])
+        if serves(scores):
+            filters = [self.lists[row].filters([0]) for row in rows]
+            if None not in filters:
+                found = [one[0] for one in filters if one]
+                settings = torch.tensor(found, dtype=torch.float32)
+                return filter_scores(scores, send([settings], scores.device)[0])
         groups: dict[int, list[int]] = defaultdict(list)
         for node, row in enumerate(rows):
             if self.lists[row]:

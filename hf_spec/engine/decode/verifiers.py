@@ -48,7 +48,7 @@ class Verifier(LogitsProcessor):
 
     def __init__(self, processors: Sequence[Any], num_rows: int):
         self.processors = NodeProcessors(processors, num_rows)
-        # Of ended rows, for the next `verify`; see `logits_on_padding`.
+        # Logits of ended rows for the next `verify`, see `logits_on_padding`.
         self.padding_logits: dict[int, Tensor] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -81,6 +81,8 @@ class Verifier(LogitsProcessor):
         here = {row: tree.row_start[row] for row in state.unfinished}
         paths: dict[int, list[int]] = {row: [] for row in here}
         self._begin(tree, walk)
+        reads_batch = self.processors.reads_batch
+        runs_user_code = self.processors.runs_user_code
         # One level per iteration, all rows together; a row drops out at its bonus token.
         while here:
             for row, (token, node) in self._step(tree, walk, here, paths).items():
@@ -94,12 +96,12 @@ class Verifier(LogitsProcessor):
                 else:
                     accepted[row].append(node)
                     paths[row].append(token)
-                    if self._ends(state, row, paths[row]):
+                    ends = state.stop.ends_sequence(token)
+                    if ends or (runs_user_code and state.ends_after(row, paths[row])):
                         # Plain generate() computes nothing after it; the stop rule removes this.
                         bonus[row] = token
             some_ended = any(bonus[row] is not None for row in here)
-            some_ended |= state.stop.has_batch_criteria
-            if some_ended and self.processors.reads_batch:
+            if reads_batch and (some_ended or state.stop.has_batch_criteria):
                 for row in here:
                     if bonus[row] is None:
                         accepted[row].pop()
@@ -107,12 +109,6 @@ class Verifier(LogitsProcessor):
             here = {row: accepted[row][-1] for row in here if bonus[row] is None}
         scores = walk.scores if state.keep_scores else None
         return Verdict(tree, accepted, bonus, scores, walk.logits if state.keep_logits else None)
-
-    def _ends(self, state: GenerationState, row: int, path: Sequence[int]) -> bool:
-        """Return True if nothing may be computed after the draft tokens `path` of a row."""
-        if state.stop.ends_sequence(path[-1]):
-            return True
-        return self.processors.runs_user_code and state.ends_after(row, path)
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
         """Precompute what is computed for all nodes together."""

@@ -282,7 +282,7 @@ def _load_draft(
         name = {"truncated": count}
     elif isinstance(draft, str) and Path(draft).is_dir():
         name = os.path.relpath(draft, folder)
-        if name.count("..") > 1:
+        if Path(name).parts.count("..") > 1:
             raise OptionError(
                 f"the draft model {draft} is not beside {folder}, and adapters can name only a "
                 f"folder beside their own or a Hub id; pass a Hub id, or a link in {folder.parent}"
