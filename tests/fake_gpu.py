@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_spec.backend.device import clock, transfer
 from hf_spec.backend.device.capture import READS
-from hf_spec.engine.decode import logits_processors
+from hf_spec.engine.decode import logits_processors, processor_steps
 from hf_spec.engine.decode import verifiers as verification
 from hf_spec.engine.fast import cuda_graphs as step_graphs
 from hf_spec.engine.forward import kv_pool as kv_cache
@@ -301,7 +301,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, streams: bool = True) -> Iterator
             patch.setattr(transfer, "ASYNCHRONOUS", {DEVICE.type})
         patch.setattr(torch, "get_device_module", lambda _: device_module)
         patch.setattr(clock, "QUEUING", {DEVICE.type})
-        for module in (step_graphs, verification, logits_processors):
+        for module in (step_graphs, verification, logits_processors, processor_steps):
             patch.setattr(module, "serves", on_gpu)
         patch.setattr(
             attention, "implementation", lambda query, _: "triton" if on_gpu(query) else "torch"
@@ -314,6 +314,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, streams: bool = True) -> Iterator
             (verification, "verify_tree"),
             (verification, "filter_scores"),
             (logits_processors, "filter_scores"),
+            (processor_steps, "filter_scores"),
         ):
             patch.setattr(module, name, unseen(gpu, getattr(hf_spec_kernels, name)))
         with gpu:

@@ -32,7 +32,8 @@ from hf_spec.drafting.token_graph import TokenGraph, UnmergedTree
 from hf_spec.drafting.tree_growth import Growth, NextTokens, RowGrowth, TreeShape
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.logits_processors import PREFIX_FREE, NodeProcessors, RowProcessors
+from hf_spec.engine.decode.logits_processors import NodeProcessors, RowProcessors
+from hf_spec.engine.decode.processor_steps import PREFIX_FREE
 from hf_spec.engine.decode.sampling import distribution, draw
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.fast.cuda_graphs import StepGraphs

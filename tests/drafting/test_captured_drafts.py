@@ -35,7 +35,7 @@ from hf_spec import (
 from hf_spec.backend.device import graph_store
 from hf_spec.drafting import level_drafter
 from hf_spec.drafting.level_drafter import processors_key
-from hf_spec.engine.decode import logits_processors
+from hf_spec.engine.decode import processor_steps
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import RowProcessors
 from hf_spec.engine.decode.sampling import distribution
@@ -371,14 +371,14 @@ class TestKeys:
         processors = [TemperatureLogitsWarper(0.6), TopKLogitsWarper(17)]
         case = Case(DRAFT, draft_model, processors=processors, sampled=True)
         with Device(case, monkeypatch) as device:
-            apply = logits_processors.filter_scores
+            apply = processor_steps.filter_scores
 
             def seen(scores: Tensor, settings: Any) -> Tensor:
                 read.append(StorageWeakRef(settings.held.untyped_storage()))
                 return apply(scores, settings)
 
             with monkeypatch.context() as patch:
-                patch.setattr(logits_processors, "filter_scores", seen)
+                patch.setattr(processor_steps, "filter_scores", seen)
                 assert device.decode().programs > 0
             for stored in graph_store._stored.values():
                 for shape in stored.recorded.values():

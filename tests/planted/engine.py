@@ -361,7 +361,7 @@ MUTANTS = (
     Mutant(
         "the settings of filters are freed with the call, while stored graphs read them",
         area="GPU",
-        file="hf_spec/engine/decode/logits_processors.py",
+        file="hf_spec/engine/decode/processor_steps.py",
         old="_on_device(self.filter, scores.device).expand",
         new="vars(self).setdefault("
         "'sent', _on_device.__wrapped__(self.filter, scores.device)).expand",
@@ -378,7 +378,7 @@ MUTANTS = (
     Mutant(
         "samples of one prompt get the entries of other prompts",
         area="logits processors",
-        file="hf_spec/engine/decode/logits_processors.py",
+        file="hf_spec/engine/decode/processor_steps.py",
         old="indices = [row * len(entries) // num_rows for row in range(num_rows)]",
         new="indices = [row % len(entries) for row in range(num_rows)]",
         tests=(

@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         "top-p with min_tokens_to_keep keeps one token only",
         area="Triton kernels",
-        file="hf_spec/engine/decode/logits_processors.py",
+        file="hf_spec/engine/decode/processor_steps.py",
         old='if getattr(processor, "min_tokens_to_keep", 2) > 1:',
         new="if False:",
         tests=("tests/kernels/test_filter_scores.py::test_processors_of_nodes_use_it",),
@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant(
         "filters run in the order of the kernel, whatever the user's",
         area="Triton kernels",
-        file="hf_spec/engine/decode/logits_processors.py",
+        file="hf_spec/engine/decode/processor_steps.py",
         old="if max(map(order, self._settings)) >= min(map(order, later._settings)):",
         new="if False:",
         tests=("tests/kernels/test_filter_scores.py::test_processors_of_nodes_use_it",),

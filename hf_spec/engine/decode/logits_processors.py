@@ -1,23 +1,11 @@
 """Logits processors on the nodes of a draft tree, exact for each node's own prefix.
 
-Four kinds, in the order that the user gave:
-
-* processors of transformers that do not read the prefix run once over all nodes; temperature,
-  top-k, top-p, and min-p run together in one kernel on a GPU;
-* processors of transformers that read the prefix run once per prefix length, with nodes as rows. If
-  the class stores one entry per row of the batch, every row gets a copy with its own entry;
-* Whisper's detection of silence sees the roots of the first step together and changes nothing;
-* any other class, such as a user's, is called as plain `generate()` calls it: once per step with
-  the whole batch, in order. So rows advance together: a round ends for all of them where it ends
-  for one, and rows that have ended run on their padding.
-
-Rows that hold sequences of different calls have one list of processors each (`RowProcessors`).
+`processor_steps` says how each class of processors runs. Rows that hold sequences of different
+calls have one list of processors each (`RowProcessors`).
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -31,52 +19,16 @@ from transformers.generation import logits_process as hf
 from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.engine.decode.copies import independent_copies
-
-Processor = Callable[[Tensor, Tensor], Tensor]
-
-PREFIX_FREE = (
-    hf.TemperatureLogitsWarper,
-    hf.TopKLogitsWarper,
-    hf.TopPLogitsWarper,
-    hf.TopHLogitsWarper,
-    hf.MinPLogitsWarper,
-    hf.TypicalLogitsWarper,
-    hf.EpsilonLogitsWarper,
-    hf.EtaLogitsWarper,
-    hf.InfNanRemoveLogitsProcessor,
-    hf.SuppressTokensLogitsProcessor,
-    hf.LogitNormalization,
-)
-
-# Processors in PREFIX_FREE that read only scores, not token ids.
-TOKEN_FREE = tuple(kind for kind in PREFIX_FREE if kind is not hf.SuppressTokensLogitsProcessor)
-
-READS_PREFIX = (
-    hf.MinLengthLogitsProcessor,
-    hf.MinNewTokensLengthLogitsProcessor,
-    hf.NoRepeatNGramLogitsProcessor,
-    hf.SequenceBiasLogitsProcessor,
-    hf.NoBadWordsLogitsProcessor,
-    hf.ForcedBOSTokenLogitsProcessor,
-    hf.ForcedEOSTokenLogitsProcessor,
-    hf.ExponentialDecayLengthPenalty,
-    hf.SuppressTokensAtBeginLogitsProcessor,
-    hf.WatermarkLogitsProcessor,
-    hf.RepetitionPenaltyLogitsProcessor,
-    hf.WhisperTimeStampLogitsProcessor,
-)
-
-# Classes that store one entry per row of the batch, and the attribute that stores it.
-STORED_PER_ROW = {
-    hf.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
-    hf.EncoderRepetitionPenaltyLogitsProcessor: "encoder_input_ids",
-    hf.EncoderNoRepeatNGramLogitsProcessor: "generated_ngrams",
-}
-
-# Processors in STORED_PER_ROW with one entry for all `num_return_sequences` rows of a prompt.
-STORED_PER_PROMPT = (
-    hf.EncoderRepetitionPenaltyLogitsProcessor,
-    hf.EncoderNoRepeatNGramLogitsProcessor,
+from hf_spec.engine.decode.processor_steps import (
+    STORED_PER_PROMPT,
+    ByNode,
+    Filters,
+    Step,
+    WholeBatch,
+    is_stateless,
+    may_fail,
+    row_entries,
+    step_of,
 )
 
 UNSUPPORTED = {
@@ -101,7 +53,7 @@ def check_processors(processors: Sequence[Any], num_rows: int) -> None:
         reason = next(
             (why for kind, why in UNSUPPORTED.items() if isinstance(processor, kind)), None
         )
-        entries = _entries(processor)
+        entries = row_entries(processor)
         shared = isinstance(processor, STORED_PER_PROMPT)
         if entries is not None and (num_rows % len(entries) if shared else num_rows - len(entries)):
             reason = f"it stores {len(entries)} rows for a batch of {num_rows}"
@@ -121,16 +73,16 @@ class NodeProcessors:
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int, stateless_only: bool = False):
-        self._steps: list[Any] = []
+        self._steps: list[Step] = []
         for processor in processors:
             if isinstance(processor, RowProcessors):
                 self._steps.append(processor.step(stateless_only))
-            elif not stateless_only or (_is_stateless(processor) and not _may_fail(processor)):
-                self._append(_step(processor, num_rows, stateless_only))
+            elif not stateless_only or (is_stateless(processor) and not may_fail(processor)):
+                self._append(step_of(processor, num_rows, stateless_only))
 
-    def _append(self, step: Any) -> None:
+    def _append(self, step: Step) -> None:
         last = self._steps[-1] if self._steps else None
-        if isinstance(last, _Filters) and isinstance(step, _Filters) and last.joins(step):
+        if isinstance(last, Filters) and isinstance(step, Filters) and last.joins(step):
             return
         self._steps.append(step)
 
@@ -155,13 +107,13 @@ class NodeProcessors:
     @property
     def reads_batch(self) -> bool:
         """True if a processor reads all rows of a step together."""
-        return any(isinstance(step, _WholeBatch) and step.num_rows > 1 for step in self._steps)
+        return any(isinstance(step, WholeBatch) and step.num_rows > 1 for step in self._steps)
 
     @property
     def runs_user_code(self) -> bool:
         """True if a processor is code of a user, who may notice a call after the last token."""
         lists = [one for step in self._steps if isinstance(step, _OfRow) for one in step.lists]
-        own = any(isinstance(step, (_WholeBatch, _ByNode)) for step in self._steps)
+        own = any(isinstance(step, (WholeBatch, ByNode)) for step in self._steps)
         return own or any(one.runs_user_code for one in lists)
 
     def filters(self, rows: Sequence[int]) -> list[Filter] | None:
@@ -169,9 +121,9 @@ class NodeProcessors:
         if not self._steps:
             return [Filter()] * len(rows)
         step = self._steps[0]
-        if len(self._steps) > 1 or not isinstance(step, (_Filters, _OfRow)):
+        if len(self._steps) > 1 or not isinstance(step, (Filters, _OfRow)):
             return None
-        if isinstance(step, _Filters):
+        if isinstance(step, Filters):
             return [step.filter] * len(rows)
         by_row = {row: step.lists[row].filters([0]) for row in set(rows)}
         found = [by_row[row] for row in rows]
@@ -224,7 +176,7 @@ class RowProcessors:
 
     def begin(self, row: int, processors: Sequence[Any]) -> None:
         """Set the processors of a row's new sequence, as prepared for a batch of one."""
-        copies = independent_copies(processors, _is_stateless, "several sequences")
+        copies = independent_copies(processors, is_stateless, "several sequences")
         self.all[row] = NodeProcessors(copies, 1)
         self.stateless[row] = NodeProcessors(copies, 1, stateless_only=True)
 
@@ -261,215 +213,3 @@ class _OfRow:
             except Exception as error:  # noqa: BLE001 - a row's error must not reach other rows
                 self._on_error(row, error)
         return scores
-
-
-class _PrefixFree:
-    """One call for all nodes."""
-
-    reads_prefix = False
-
-    def __init__(self, processor: Processor):
-        self.processor = processor
-        self.reads_tokens = type(processor) not in TOKEN_FREE
-
-    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        # On a GPU zeros would be a launch, for ids that nothing reads.
-        unused = torch.empty(len(rows), 1, dtype=torch.long, device=scores.device)
-        return self.processor(unused, scores)
-
-
-class _Filters:
-    """Temperature, top-k, top-p, and min-p, each at most once and in this order.
-
-    Attributes:
-        filter: settings of all of them.
-    """
-
-    reads_prefix = reads_tokens = False
-
-    def __init__(self, processor: Processor, settings: dict[str, float]):
-        self._steps = [_PrefixFree(processor)]
-        self._settings = settings
-
-    @property
-    def filter(self) -> Filter:
-        """Settings of all of them."""
-        return Filter(**self._settings)  # type: ignore[arg-type]
-
-    def joins(self, later: _Filters) -> bool:
-        """Return True if it now includes the processors of `later`."""
-        order = Filter._fields.index
-        if max(map(order, self._settings)) >= min(map(order, later._settings)):
-            return False
-        self._steps += later._steps
-        self._settings |= later._settings
-        return True
-
-    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        if not serves(scores):
-            for step in self._steps:
-                scores = step(rows, prefixes, scores)
-            return scores
-        return filter_scores(scores, _on_device(self.filter, scores.device).expand(len(scores), -1))
-
-
-@functools.cache
-def _on_device(settings: Filter, device: torch.device) -> Tensor:
-    """Return (1, 4) float32 settings on the device.
-
-    They are never freed: graphs of earlier calls keep their address, not the tensor.
-    """
-    return send([torch.tensor([settings], dtype=torch.float32)], device)[0]
-
-
-class _ByLength:
-    """One call per prefix length."""
-
-    reads_prefix = reads_tokens = True
-
-    def __init__(self, processor: Processor):
-        self.processor = processor
-
-    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        groups: dict[int, list[int]] = defaultdict(list)
-        for node, prefix in enumerate(prefixes):
-            groups[prefix.shape[0]].append(node)
-        for nodes in groups.values():
-            stacked = torch.stack([prefixes[node] for node in nodes])
-            if len(nodes) == len(rows):
-                return self.processor(stacked, scores)
-            scores[nodes] = self.processor(stacked, scores[nodes])
-        return scores
-
-
-class _FirstStep:
-    """One call with the roots of Whisper's first step, which changes no scores."""
-
-    reads_prefix = reads_tokens = True
-
-    def __init__(self, processor: hf.WhisperNoSpeechDetection):
-        self.processor = processor
-
-    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        begin = self.processor.begin_index
-        first = [node for node, prefix in enumerate(prefixes) if len(prefix) == begin]
-        if first:
-            self.processor(torch.stack([prefixes[node] for node in first]), scores[first])
-        return scores
-
-
-class _ByNode:
-    """One call per node, of the processor of its row, which is made for a batch of one."""
-
-    reads_prefix = reads_tokens = True
-
-    def __init__(self, by_row: Sequence[Processor], ignores_errors: bool = False):
-        self.by_row, self.ignores_errors = by_row, ignores_errors
-
-    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        results = []
-        for row, prefix, score in zip(rows, prefixes, scores, strict=True):
-            try:
-                results.append(self.by_row[row](prefix[None], score[None].clone())[0])
-            except Exception:
-                if not self.ignores_errors:
-                    raise
-                results.append(score)
-        return torch.stack(results)
-
-
-class _WholeBatch:
-    """One call with all rows of the batch, at the same step.
-
-    Rules that are lossy visit other nodes than one of each row. Then the processor is called once
-    per node, with a batch that has the node's prefix in every row.
-    """
-
-    reads_prefix = reads_tokens = True
-
-    def __init__(self, processor: Processor, num_rows: int):
-        self.processor, self.num_rows = processor, num_rows
-
-    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        if list(rows) == list(range(self.num_rows)):
-            return self.processor(torch.stack([*prefixes]), scores)
-        results = []
-        for row, prefix, score in zip(rows, prefixes, scores, strict=True):
-            batch = prefix.expand(self.num_rows, -1).clone()
-            results.append(self.processor(batch, score.expand(self.num_rows, -1).clone())[row])
-        return torch.stack(results)
-
-
-def _is_stateless(processor: Any) -> bool:
-    """Return True for the classes of transformers that remember no calls."""
-    kinds = (*PREFIX_FREE, *READS_PREFIX, *STORED_PER_ROW, hf.PrefixConstrainedLogitsProcessor)
-    return type(processor) in kinds
-
-
-def _may_fail(processor: Any) -> bool:
-    """Return True for a class of transformers that raises an error on some scores.
-
-    The self-hashing watermark indexes with an empty list of floats where none of the forty best
-    tokens is on its green list. It is also slow, and drafts need no watermark.
-    """
-    is_watermark = type(processor) is hf.WatermarkLogitsProcessor
-    return is_watermark and processor.seeding_scheme == "selfhash"
-
-
-def _step(processor: Any, num_rows: int, is_draft: bool = False) -> Any:
-    """Return the step that applies a processor to nodes, by its kind."""
-    kind = type(processor)
-    if kind in PREFIX_FREE:
-        settings = _filter_settings(processor)
-        return _Filters(processor, settings) if settings else _PrefixFree(processor)
-    if isinstance(processor, hf.WhisperNoSpeechDetection):
-        return _FirstStep(processor)
-    if kind is hf.PrefixConstrainedLogitsProcessor:
-        return _ByNode([_constrained(processor, row) for row in range(num_rows)], is_draft)
-    entries = _entries(processor)
-    if entries is not None:
-        indices = [row * len(entries) // num_rows for row in range(num_rows)]
-        return _ByNode([_with_entries(processor, entries[i : i + 1]) for i in indices])
-    if kind in READS_PREFIX:
-        return _ByLength(processor)
-    return _WholeBatch(processor, num_rows)
-
-
-def _filter_settings(processor: Any) -> dict[str, float]:
-    """Return the field of a `Filter` that equals a processor; empty if there is none."""
-    kind = type(processor)
-    if kind is hf.TemperatureLogitsWarper:
-        return {"temperature": processor.temperature}
-    if getattr(processor, "filter_value", 0.0) != -torch.inf:
-        return {}
-    if kind is hf.TopKLogitsWarper:
-        return {"top_k": processor.top_k}
-    if getattr(processor, "min_tokens_to_keep", 2) > 1:
-        return {}
-    if kind is hf.TopPLogitsWarper:
-        return {"removed_share": 1 - processor.top_p}
-    return {"min_p": processor.min_p} if kind is hf.MinPLogitsWarper else {}
-
-
-def _entries(processor: Any) -> Tensor | list[Any] | None:
-    """Return the entries that the processor stores per row of the batch, if any."""
-    attribute = STORED_PER_ROW.get(type(processor))
-    entries = getattr(processor, attribute) if attribute else None
-    return entries if isinstance(entries, (Tensor, list)) else None
-
-
-def _with_entries(processor: Any, entries: Tensor | list[Any]) -> Any:
-    """Return a copy for a batch of one with these entries."""
-    row_processor = copy.copy(processor)
-    setattr(row_processor, STORED_PER_ROW[type(processor)], entries)
-    if hasattr(row_processor, "batch_size"):
-        row_processor.batch_size = 1
-    return row_processor
-
-
-def _constrained(processor: hf.PrefixConstrainedLogitsProcessor, row: int) -> Processor:
-    """Return the processor for one row, whose function gets the number of the row's prompt."""
-    allowed = processor._prefix_allowed_tokens_fn
-    return hf.PrefixConstrainedLogitsProcessor(
-        lambda _, ids: allowed(row // processor._num_beams, ids), 1
-    )
