@@ -119,8 +119,8 @@ logits (`tests/targets/test_half_precision.py`).
 ## Quantized, offloaded and distributed weights
 
 A Llama on the CPU compared with plain `generate()` of the same model: equal up to ties with
-quantized weights, otherwise equal (`tests/targets`). Larger models in 8 bits can differ by more than a
-tie. Details and errors: [supported models](supported-models.md#exactness).
+quantized weights, otherwise equal (`tests/targets`). Larger models in 8 bits can differ by more
+than a tie. Details and errors: [supported models](supported-models.md#exactness).
 
 {placements}
 Two processes were also compared on {parallel}, with the first three of these strategies.

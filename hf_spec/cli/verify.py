@@ -73,7 +73,7 @@ def verify(  # noqa: PLR0913 - one parameter per option
             "command": f"hf-spec {' '.join(sys.argv[1:])}",
             "model": model,
             "dtype": str(target.dtype).removeprefix("torch."),
-            "environment": environment(),
+            "environment": environment(target.device),
             "new_tokens": plan.new_tokens,
             "passed": verdict == checks.PASSED,
             "verdict": verdict,

@@ -364,6 +364,10 @@ class GenerationState(RowTokens):
             self.generated[row] >= step or (stop.pads and row in scored) for row in rows
         )
 
+    def is_complete(self, row: int) -> bool:
+        """Return True if stop rules ended the row, not an error and not its cancellation."""
+        return self.finished[row] and self._ends[row] is not None and row not in self.errors
+
     def _ended_by(self, row: int, step: int) -> bool:
         """Return True if a rule held for `row` within its first `step` generated tokens."""
         end = self._ends[row]

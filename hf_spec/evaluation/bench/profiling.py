@@ -29,9 +29,10 @@ from hf_spec.engine.forward.row_storage import RowStorage
 from hf_spec.engine.model_call import ModelCall
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.runner import synchronize, timed
-from hf_spec.methods.eagle.head import EagleHead
-from hf_spec.methods.falcon.head import FalconHead
+from hf_spec.methods.block.runner import BlockRunner
+from hf_spec.methods.feature_pairs.draft_head import PairHead
 from hf_spec.methods.feature_pairs.runner import HeadRunner
+from hf_spec.methods.medusa.heads import NewestFeatures
 
 # In the order of a step; "draft: ..." are the parts inside a drafter.
 PARTS = (
@@ -64,11 +65,11 @@ _IN_DRAFT = {
 _SEAMS = (
     (ModelCall, "__call__", "verify: forward"),
     (ModelRunner, "forward", "verify: layout"),
-    (EagleHead, "mix", "verify: forward"),
-    (EagleHead, "attend", "verify: forward"),
-    (FalconHead, "mix", "verify: forward"),
-    (FalconHead, "attend", "verify: forward"),
+    (PairHead, "mix", "verify: forward"),
+    (PairHead, "attend", "verify: forward"),
     (HeadRunner, "top_tokens", "verify: forward"),
+    (BlockRunner, "propose", "verify: forward"),
+    (NewestFeatures, "propose", "verify: forward"),
     (NodeProcessors, "__call__", "processors"),
     (ModelRunner, "keep", "KV moves"),
     (RowStorage, "keep", "KV moves"),

@@ -78,8 +78,7 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Cos
     costs = None
     if config.timings is not None:
         costs, timed = Costs.from_timings(config.timings), config.timings["draft"]
-        # SDSAT drafts in the target's forward pass.
-        names = [source.name for source in assistants if not source.name.startswith("sdsat")]
+        names = [source.name for source in assistants if not source.drafter.exclusive_tree]
         if missing := [name for name in names if name not in timed]:
             raise OptionError(
                 f"timings['draft'] lacks {missing[0]!r}; it has "

@@ -199,8 +199,8 @@ class AnswerRecorder(Drafter):
         self._record(self._generation)
 
     def _record(self, state: GenerationState) -> None:
-        for row, finished in enumerate(state.finished):
-            if finished and state.generated[row] and row not in self._recorded:
+        for row in range(state.num_rows):
+            if state.is_complete(row) and state.generated[row] and row not in self._recorded:
                 self._recorded.add(row)
                 self.store.add(state.tokens[row][-(state.generated[row] + LONGEST_MATCH) :])
 

@@ -44,8 +44,9 @@ def test_parts_add_up_and_the_output_stays(model: Any, config: Any) -> None:
     assert "processors" not in seconds
 
 
-def test_processors_and_the_head_of_falcon_have_their_share(model: Any) -> None:
-    given = speculation("llama", "falcon")
+@pytest.mark.parametrize("name", ["falcon", "eagle", "mtp", "block", "heads"])
+def test_processors_and_heads_have_their_share(model: Any, name: str) -> None:
+    given = speculation("llama", name)
     settings = {"do_sample": True, "top_k": 5}
     contender = strategy(model, given["spec_strategy"], given["assistant"], settings=settings)
     with profiled() as seconds:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hf_spec import AssistantError, AutoConfig, LookupConfig, LookupStore, OptionError
+from hf_spec.generation.open_generation import OpenGeneration
 from hf_spec.methods.lookup.answer_store import (
     LONGEST_MATCH,
     MIN_PROBABILITY,
@@ -19,6 +20,7 @@ from hf_spec.methods.lookup.answer_store import (
     StoredDraft,
     find_draft,
 )
+from tests.open_requests import PROMPTS, greedy
 from tests.test_distribution import ALPHA, REPETITIVE, exact, p_value, tiny
 from tests.tiny_models import TIMINGS, VOCAB, build, draft_model, ragged_batch
 
@@ -312,6 +314,37 @@ class TestWhatIsStored:
         next(iterator)
         iterator.close()
         assert len(split(store)) == 1
+
+    def test_a_sequence_that_fails_is_not_stored(self) -> None:
+        store = LookupStore()
+        good, bad = inputs("one")["input_ids"][0].tolist(), [5, 6, 7]
+
+        def fail(ids: torch.Tensor, scores: Any) -> Any:
+            if ids[0, : len(bad)].tolist() == bad and ids.shape[1] > len(bad) + 2:
+                raise RuntimeError("enough")
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        call = {"spec_strategy": "lookup", "assistant": store, "stopping_criteria": [fail]}
+        outputs = build("llama").generate_batch([bad, good], max_new_tokens=8, **call)
+        assert [output.error is None for output in outputs.values()] == [False, True]
+        assert len(outputs["req_0"].generated_tokens) >= 1
+        (stored,) = split(store)
+        assert stored[: len(good)] == good
+
+    def test_a_canceled_request_is_not_stored(self) -> None:
+        store = LookupStore()
+        own = OpenGeneration(build("llama"), LookupConfig(), store, None)
+        batch = own.make_batch(2, lambda name, tokens: None)
+        for number, (name, length) in enumerate((("stays", 6), ("goes", 60))):
+            ready = own.prepare(name, PROMPTS[number], greedy(length))
+            batch.add(ready.request, ready.prepared)
+        with batch.active():
+            batch.step()
+            assert batch.cancel("goes") is not None
+            while batch.unfinished:
+                batch.step()
+        (stored,) = split(store)
+        assert stored[: len(PROMPTS[0])] == PROMPTS[0]
 
     def test_a_bounded_store_stays_bounded(self) -> None:
         store = LookupStore(50)

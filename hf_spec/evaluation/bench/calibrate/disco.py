@@ -88,7 +88,7 @@ def calibrate_disco(  # noqa: PLR0913 - model, prompts, settings
     calibration = {
         **asdict(settings),
         "prompts": list(dict.fromkeys(record.prompt for record in records)),
-        "environment": environment(),
+        "environment": environment(model.device),
         "best": best,
         "best_static": fastest(table, static, figure),
         "table": table,

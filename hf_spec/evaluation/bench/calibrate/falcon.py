@@ -87,7 +87,7 @@ def calibrate_falcon(
         "max_nodes": choice.max_nodes,
         "calibration": {
             **asdict(settings),
-            "environment": environment(),
+            "environment": environment(model.device),
             "rounds": len(ranks),
             "accepted_by_depth_and_rank": shares_by_rank(ranks, settings.num_ranks),
             "seconds": asdict(seconds),
