@@ -304,12 +304,7 @@ class Growth:
 
     def inputs_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `tokens` and `parents` on a device, sent there in one transfer."""
-        pair = self.tokens, self.parents
-        hosted = [part for part in pair if part.device.type == "cpu"]
-        sent = iter(send(hosted, device) if hosted else ())
-        tokens, parents = (
-            next(sent) if part.device.type == "cpu" else part.to(device) for part in pair
-        )
+        tokens, parents = send([self.tokens, self.parents], device)
         return tokens, parents
 
     def add(self, following: NextTokens) -> None:
@@ -334,9 +329,6 @@ class Growth:
         """Go on to the next pass, with some of the `next_rows`."""
         self._places = {owner: place for place, owner in enumerate(self._row_nodes)}
         self._begin(rows)
-
-    def finish(self) -> None:
-        """Complete the drafts on the host, where they are complete after every pass."""
 
     @property
     def _row_nodes(self) -> list[tuple[int, int]]:

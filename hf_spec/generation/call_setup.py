@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.common.logging import log_once
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.models.support_checks import check_model, check_weights
@@ -171,7 +172,7 @@ def warn_of_stored(config: StrategyConfig, where: str, stored: Any) -> None:
     """Log once each setting of assisted generation that a model's generation config stores."""
     for name in REPLACED_BY:
         if (value := _unusual(stored, name)) is not None:
-            _warn(f"{where}: {_explain(config, name, value)}")
+            log_once(logger, logging.WARNING, f"{where}: {_explain(config, name, value)}")
 
 
 def generation_configs(assistant: Any) -> Iterator[Any]:
@@ -191,11 +192,6 @@ def _unusual(config: Any, name: str) -> Any:
 def _defaults() -> dict[str, Any]:
     read = getattr(GenerationConfig, "_get_default_generation_params", dict)
     return dict(read())
-
-
-@cache
-def _warn(message: str) -> None:
-    logger.warning(message)
 
 
 def _explain(config: StrategyConfig, name: str, value: Any) -> str:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, WatermarkingConfig
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from hf_spec import AssistantError, LookupConfig, OptionError, UnsupportedError
+from hf_spec.common.logging import log_once
 from hf_spec.generation import call_setup
 from hf_spec.generation.call_checks import OTHER_METHODS, SUPPORTED_VALUES
 from hf_spec.generation.call_setup import (
@@ -308,7 +309,7 @@ class TestStored:
 
     @pytest.fixture(autouse=True)
     def forget(self) -> None:
-        call_setup._warn.cache_clear()
+        log_once.cache_clear()
 
     def generate(self, model: GenerationMixin, **call: Any) -> None:
         given = {"max_new_tokens": 4, "pad_token_id": 0, "spec_strategy": "lookup", **call}

@@ -27,6 +27,8 @@ from hf_spec_kernels.four_bit_linear.row_major import (
 )
 from torch import Tensor, nn
 
+from hf_spec.common.logging import log_once
+
 logger = logging.getLogger(__name__)
 
 # Longer inputs are prompts, for which bitsandbytes dequantizes a row-major weight once.
@@ -171,6 +173,5 @@ def _table(quant_type: str, dtype: torch.dtype) -> Tensor:
     return get_4bit_type(quant_type, device="cpu").to(dtype)
 
 
-@functools.cache
 def _log_once(reason: str) -> None:
-    logger.info("4-bit layers are run by bitsandbytes: %s", reason)
+    log_once(logger, logging.INFO, f"4-bit layers are run by bitsandbytes: {reason}")

@@ -29,6 +29,7 @@ from hf_spec.backend.cpu.packed_gemm import (
 )
 from hf_spec.backend.cpu.screened_weight import MIN_ELEMENTS, ScreenedWeight, screen, timed
 from hf_spec.common.errors import OptionError
+from hf_spec.common.logging import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,8 @@ def _pack(weights: Sequence[Tensor], rounded: bool) -> None:
             room -= 0 if forms.rounded is None else forms.rounded.nbytes
         if forms.exact is None and not (rounded and forms.rounded is not None):
             if weight.nbytes > room:
-                _log_once("memory is short: not every linear weight is packed for the CPU")
+                message = "memory is short: not every linear weight is packed for the CPU"
+                log_once(logger, logging.WARNING, message)
             elif (exact := pack(weight)) is not None:
                 forms.exact = exact
                 room -= exact.nbytes
@@ -215,8 +217,3 @@ def _available_bytes() -> int:
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         available = min(available, limit - used)
     return available
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.warning(message)

@@ -60,6 +60,8 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type == "cpu":
         return list(tensors)
     hosted = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    if not hosted:
+        return [tensor.to(device) for tensor in tensors]
     buffer = PinnedBuffer(hosted, device)
     buffer.fill(hosted)
     sent = iter(buffer.tensors)

@@ -19,7 +19,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import chain, starmap
 from typing import Any
 
@@ -40,6 +40,7 @@ from hf_spec.backend.device.capture import (
 from hf_spec.backend.device.graph_store import StoredGraphs
 from hf_spec.backend.device.placement import looks_for_outliers
 from hf_spec.backend.device.transfer import send
+from hf_spec.common.logging import log_once
 from hf_spec.engine.fast.graph_shapes import (
     Bucket,
     Compute,
@@ -487,6 +488,5 @@ def _wait_reason(error: WaitError) -> str:
     return reason
 
 
-@cache
 def _log_once(name: str, reason: str, level: int) -> None:
-    logger.log(level, "steps of %s run without CUDA graphs: %s", name, reason)
+    log_once(logger, level, f"steps of {name} run without CUDA graphs: {reason}")

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,9 +65,8 @@ class _Forward(threading.local):
 _forward = _Forward()
 # Overrides of the tables of active models.
 _overrides = ForwardOverrides()
-_lock = threading.Lock()
-# By id of the owner of a builder: its own attribute, and how many forwards need ours.
-_patched: dict[int, tuple[Any, int]] = {}
+# Overrides of the builders of ALiBi in models that run.
+_builders = ForwardOverrides(BUILDER)
 
 
 class _Lookup:
@@ -141,12 +141,17 @@ def tree_alibi(model: PreTrainedModel, key_positions: Tensor) -> Iterator[None]:
     bloom = model.config.model_type == "bloom"
     # Bloom calls a method of its decoder, Falcon a function of its module.
     owner: Any = model.transformer if bloom else modeling_falcon
-    with _replaced(owner, rounds=not bloom):
+    with _builders.install([owner], partial(_tree_builders, rounds=not bloom)):
         before, _forward.key_positions = _forward.key_positions, key_positions
         try:
             yield
         finally:
             _forward.key_positions = before
+
+
+def _tree_builders(owners: Sequence[Any], rounds: bool) -> dict[Any, Callable[..., Tensor]]:
+    """Return a builder of the bias per owner of one; `rounds` if the model's is in bfloat16."""
+    return {owner: _tree_builder(getattr(owner, BUILDER), rounds) for owner in owners}
 
 
 def _tree_builder(plain: Callable[..., Tensor], rounds: bool) -> Callable[..., Tensor]:
@@ -165,24 +170,3 @@ def _tree_builder(plain: Callable[..., Tensor], rounds: bool) -> Callable[..., T
         return bias.reshape(-1, 1, key_positions.shape[1]).to(dtype)
 
     return build
-
-
-@contextmanager
-def _replaced(owner: Any, rounds: bool) -> Iterator[None]:
-    """Replace the owner's builder while any block needs it."""
-    with _lock:
-        original, users = _patched.get(id(owner), (vars(owner).get(BUILDER), 0))
-        if not users:
-            setattr(owner, BUILDER, _tree_builder(getattr(owner, BUILDER), rounds))
-        _patched[id(owner)] = original, users + 1
-    try:
-        yield
-    finally:
-        with _lock:
-            original, users = _patched.pop(id(owner))
-            if users > 1:
-                _patched[id(owner)] = original, users - 1
-            elif original is None:
-                delattr(owner, BUILDER)
-            else:
-                setattr(owner, BUILDER, original)

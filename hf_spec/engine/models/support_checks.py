@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
 
 import transformers
 from packaging.version import Version
@@ -15,6 +14,7 @@ from hf_spec.backend.device.distributed_checks import check_sharding, tensor_par
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import cache_parameter, unknown_cache_parameter, version_message
 from hf_spec.common.errors import UnsupportedError
+from hf_spec.common.logging import log_once
 from hf_spec.engine.forward.tree_attention import takes_packed
 from hf_spec.engine.models.cross_attention import ENCODER_DECODERS, takes_positions
 from hf_spec.engine.models.internal_positions import tables_of, uses_alibi
@@ -155,16 +155,13 @@ def _is_exact(name: str | None) -> bool:
 def _warn_of_overrides(model_class: type[PreTrainedModel]) -> None:
     own = [name for name in UNCALLED if _package(getattr(model_class, name)) != "transformers"]
     if own:
-        _warn_once(
+        log_once(
+            logger,
+            logging.WARNING,
             f"spec_strategy does not call {'() and '.join(own)}() of {model_class.__module__}."
             f"{model_class.__qualname__} in its decoding steps; if the output of generate() "
-            "depends on it, generate without spec_strategy"
+            "depends on it, generate without spec_strategy",
         )
-
-
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
 
 
 def _package(function: object) -> str:

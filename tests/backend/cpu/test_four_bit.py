@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from hf_spec.backend.cpu import four_bit
 from hf_spec.backend.cpu.four_bit import MAX_ROWS, four_bit_forward, is_four_bit
+from hf_spec.common.logging import log_once
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.evaluation.bench.runner import peak_bytes, reset_peak
 from tests.compiler import built_for, needs_compiler
@@ -178,7 +179,7 @@ def test_a_weight_is_left_to_bitsandbytes_until_it_is_rearranged() -> None:
 
 @torch.no_grad()
 def test_other_row_major_weights_are_left_to_bitsandbytes(caplog: pytest.LogCaptureFixture) -> None:
-    four_bit._log_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, "hf_spec"):
         half = layer(row_major=True, compute_dtype=torch.float16)
         assert four_bit_forward(half, states(1)) is None
@@ -239,7 +240,7 @@ def test_a_kernel_that_cannot_be_built_is_tried_once(
         raise BuildError("no C++ compiler was found")
 
     monkeypatch.setattr(four_bit.row_major_kernel, "build", fail)
-    four_bit._log_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, "hf_spec"):
         assert not is_four_bit(layer(row_major=True))
         assert not is_four_bit(layer(row_major=True))
@@ -251,7 +252,7 @@ def test_layers_of_older_versions_are_left_to_bitsandbytes(
 ) -> None:
     linear = layer(row_major=True)
     del linear.support_avx512bf16_for_cpu
-    four_bit._log_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, "hf_spec"):
         assert not is_four_bit(linear)
         assert not is_four_bit(linear)

@@ -28,6 +28,7 @@ from hf_spec.backend.device.capture import (
     set_cuda_graphs,
 )
 from hf_spec.backend.device.graph_store import StoredGraphs
+from hf_spec.common.logging import log_once
 from hf_spec.engine.fast import cuda_graphs as step_graphs
 from hf_spec.engine.fast.cuda_graphs import ReadingGraphs, StepGraphs, obstacle
 from hf_spec.engine.forward import kv_pool as kv_cache
@@ -63,7 +64,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def nothing_known(no_stored_graphs: None) -> None:
-    step_graphs._log_once.cache_clear()
+    log_once.cache_clear()
 
 
 def generate(name: str, kind: str, **options: Any) -> Any:

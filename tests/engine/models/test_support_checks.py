@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_spec import AssistantError, UnsupportedError
+from hf_spec.common.logging import log_once
 from hf_spec.engine.models import support_checks
 from hf_spec.engine.models.support_checks import check_attention_function, check_model
 from tests import hybrid_models
@@ -171,7 +172,7 @@ class TestOverrides:
     def test_said_once(
         self, kind: Any, methods: str | None, caplog: pytest.LogCaptureFixture
     ) -> None:
-        support_checks._warn_once.cache_clear()
+        log_once.cache_clear()
         for _ in range(2):
             model = kind(T.LlamaConfig(**SMALL)).eval()
             model.generate(PROMPT, max_new_tokens=3, spec_strategy="lookup")
