@@ -8,7 +8,8 @@ from hf_spec.backend.cpu.packed_weights import cpu_packing_bytes
 from hf_spec.common.outputs import SpecGenerateOutput, SpecStats
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.verifiers import Verifier, logits_on_padding, score_padding
+from hf_spec.engine.decode.padding_scores import logits_on_padding, score_padding
+from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
