@@ -21,7 +21,7 @@ ASYNCHRONOUS = {"cuda"}
 ALIGNMENT = 16
 
 
-class PinnedBuffer:
+class TensorBuffer:
     """Uninitialized tensors of given shapes in one contiguous buffer, on a device or the host.
 
     With `pinned`, the buffer is pinned host memory, for asynchronous copies.
@@ -42,11 +42,11 @@ class PinnedBuffer:
                 part.copy_(tensor)
             return
         pinned = self._memory.device.type in ASYNCHRONOUS
-        staged = PinnedBuffer(tensors, torch.device("cpu"), pinned)
+        staged = TensorBuffer(tensors, torch.device("cpu"), pinned)
         staged.fill(tensors)
         self._memory.copy_(staged._memory, non_blocking=pinned)
 
-    def copy(self, staged: PinnedBuffer) -> None:
+    def copy(self, staged: TensorBuffer) -> None:
         """Copy a buffer on the host with the same tensors, which may be changed afterwards."""
         memory = staged._memory
         pinned = self._memory.device.type in ASYNCHRONOUS
@@ -62,7 +62,7 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     hosted = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     if not hosted:
         return [tensor.to(device) for tensor in tensors]
-    buffer = PinnedBuffer(hosted, device)
+    buffer = TensorBuffer(hosted, device)
     buffer.fill(hosted)
     sent = iter(buffer.tensors)
     return [next(sent) if t.device.type == "cpu" else t.to(device) for t in tensors]

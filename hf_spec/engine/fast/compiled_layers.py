@@ -29,7 +29,7 @@ from hf_spec.engine.fast.layer_obstacles import obstacle
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
 from hf_spec.engine.fast.layer_tracing import (
     DOWN,
-    MAX_TOKENS,
+    MAX_TRACED_TOKENS,
     STEP,
     UP,
     LayerCall,
@@ -51,7 +51,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # Functions compiled for one model. Layers whose state keeps changing would need ever more.
 MAX_PROGRAMS = 16
 # A longer call that other kernels run is a prompt: shorter calls may still run compiled.
-STEP_TOKENS = 64
+MAX_STEP_TOKENS = 64
 # Different arguments of layers in one step that are cached, such as those of global and local
 # attention.
 MAX_STEP_CALLS = 4
@@ -382,7 +382,7 @@ class CompiledLayer:
         if spec_step.gate is not None:
             binding = binding.changed(self.owner)
         call = _step_call(spec_step, args, kwargs)
-        if call.num_tokens > MAX_TOKENS:
+        if call.num_tokens > MAX_TRACED_TOKENS:
             return self._run_uncompiled(args, kwargs, spec_step)
         key = binding.kind, self.owner.key_of(call)
         if key not in self._tried:
@@ -423,7 +423,7 @@ class CompiledLayer:
         except ERRORS as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         else:
-            if result is None and (call.num_tokens > STEP_TOKENS or mode.prompt):
+            if result is None and (call.num_tokens > MAX_STEP_TOKENS or mode.prompt):
                 # The kernels that run steps may leave out prompts.
                 return expected
             if result is None:

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 # Device types that can capture graphs.
 DEVICES = {"cuda"}
 # Larger steps are not bound by launches, and lengths of prompts rarely repeat.
-MAX_TOKENS, MAX_QUERIES = 1024, 256
+MAX_GRAPH_TOKENS, MAX_QUERIES = 1024, 256
 # Most tokens of a row in the first step of a program. After a prompt, steps run one by one.
 MAX_PROGRAM_QUERIES = 32
 # Limits per model: graphs, and bytes of their inputs and outputs, which are mostly logits.
@@ -332,7 +332,7 @@ class StepGraphs:
     def _is_padded(self, tensors: Sequence[Tensor], step: PackedStep) -> bool:
         if self.refusal is not None and not switch.always_padded:
             return False
-        return len(tensors[0]) <= MAX_TOKENS and _longest(step) <= MAX_QUERIES
+        return len(tensors[0]) <= MAX_GRAPH_TOKENS and _longest(step) <= MAX_QUERIES
 
     def _fitting(self, inputs: GraphInputs) -> Shape | None:
         bucket = min((bucket for bucket in self._recorded if bucket.holds(inputs)), default=None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_spec.backend.device.capture import recording
-from hf_spec.backend.device.transfer import PinnedBuffer
+from hf_spec.backend.device.transfer import TensorBuffer
 from hf_spec.engine.forward.kernel_layout import (
     Sizes,
     padded,
@@ -242,9 +242,9 @@ class Shape:
         self.outputs: list[Tensor] = []
         self._device = device
         hosted = inputs.hosted(bucket, capacity)
-        self._buffer = PinnedBuffer(hosted, device)
+        self._buffer = TensorBuffer(hosted, device)
         # Inputs are assembled here: slices of arrays are several times as fast as those of tensors.
-        self._staged = PinnedBuffer(hosted, torch.device("cpu"))
+        self._staged = TensorBuffer(hosted, torch.device("cpu"))
         self._arrays = [tensor.numpy() for tensor in self._staged.tensors]
         fixed = iter(self._buffer.tensors)
         self.constants = [next(fixed) for _ in inputs.constants]

@@ -34,7 +34,7 @@ from hf_spec.engine.forward.step import PackedStep, TracedStep
 STEP = "spec_step"
 PLAIN = (bool, int, float, str, type(None))
 # Longer inputs run uncompiled.
-MAX_TOKENS = 2048
+MAX_TRACED_TOKENS = 2048
 # Endings of the names of A and B^T of low-rank changes, after the name of the changed weight.
 DOWN, UP = ":down", ":up"
 # Number of tokens in traced inputs; the compiled layer takes any number.
@@ -95,7 +95,9 @@ class TracedLayer:
         for guard in shapes.guards:
             numbers = list(guard.expr.free_symbols)
             holds = lambdify(numbers, guard.expr, "math")
-            if not all(holds(*[length] * len(numbers)) for length in range(2, MAX_TOKENS + 1)):
+            if not all(
+                holds(*[length] * len(numbers)) for length in range(2, MAX_TRACED_TOKENS + 1)
+            ):
                 raise RuntimeError(f"it branches on the number of tokens ({guard.expr})")
 
 

@@ -38,7 +38,7 @@ MIN_PROBABILITY = 0.1
 # Separator after each stored answer; not a token id.
 SEPARATOR = -1
 
-MAX_TOKENS = 65_536
+DEFAULT_TOKENS = 65_536
 
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -50,7 +50,7 @@ class LookupStore:
     `max_tokens` tokens, four bytes each, are full, the oldest answers are removed.
     """
 
-    def __init__(self, max_tokens: int = MAX_TOKENS):
+    def __init__(self, max_tokens: int = DEFAULT_TOKENS):
         if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
             raise OptionError(f"max_tokens={max_tokens!r} must be a whole number of at least 1")
         self.max_tokens = max_tokens

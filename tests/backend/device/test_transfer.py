@@ -20,7 +20,7 @@ from transformers import (
 
 from hf_spec import DraftConfig, EagleConfig, GsdConfig, TreeConfig
 from hf_spec.adapters.published import read_published
-from hf_spec.backend.device.transfer import ALIGNMENT, PinnedBuffer, fetch, fetch_all, send
+from hf_spec.backend.device.transfer import ALIGNMENT, TensorBuffer, fetch, fetch_all, send
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.engine.decode.drafter import Drafter
@@ -52,7 +52,7 @@ MIXED = [
 
 
 def test_a_block_holds_what_was_put_in() -> None:
-    block = PinnedBuffer(MIXED, torch.device("cpu"))
+    block = TensorBuffer(MIXED, torch.device("cpu"))
     block.fill(MIXED)
     for mine, tensor in zip(block.tensors, MIXED, strict=True):
         assert mine.dtype == tensor.dtype
@@ -82,10 +82,10 @@ def test_a_block_is_copied_from_another_one_that_may_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The copy is one transfer, from a separate pinned buffer."""
-    staged = PinnedBuffer(MIXED, torch.device("cpu"))
+    staged = TensorBuffer(MIXED, torch.device("cpu"))
     staged.fill(MIXED)
     with pretended(monkeypatch) as gpu:
-        block = PinnedBuffer(MIXED, DEVICE)
+        block = TensorBuffer(MIXED, DEVICE)
         pinned: list[Any] = []
         make = torch.empty
 

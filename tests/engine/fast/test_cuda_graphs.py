@@ -289,7 +289,7 @@ def test_few_tokens_and_all_of_them_are_shapes_of_their_own(recorded: list[int])
 
 
 def test_long_steps_run_as_they_come(shapes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "MAX_TOKENS", 20)
+    monkeypatch.setattr(step_graphs, "MAX_GRAPH_TOKENS", 20)
     monkeypatch.setattr(step_graphs, "MAX_QUERIES", 5)
     runner, sequence = ModelRunner(tiny_models.build("llama"), 1), list(range(3, 40))
     with padded_steps(), runner.active():
