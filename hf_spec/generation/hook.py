@@ -32,13 +32,14 @@ from hf_spec.generation.call_setup import (
     without_static_cache,
 )
 from hf_spec.generation.call_signature import describe
+from hf_spec.generation.encoder_input import decoder_kwargs, read_input
 from hf_spec.generation.generate_batch import (
     prepare_request,
     resolve_batch_call,
     run_continuous_batch,
 )
 from hf_spec.generation.one_call import generate_with
-from hf_spec.generation.own_prefill import decoder_kwargs, read_input, read_prompt
+from hf_spec.generation.own_prefill import read_prompt
 from hf_spec.generation.peft_hook import WRAPPED
 from hf_spec.generation.target_checks import check_batching
 

@@ -24,7 +24,8 @@ from hf_spec.engine.models.latent_kv import caches_latents
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import check_inputs, check_padding, check_streamer
-from hf_spec.generation.own_prefill import Prompt, decoder_kwargs, share_encoder_output
+from hf_spec.generation.encoder_input import decoder_kwargs, share_encoder_output
+from hf_spec.generation.own_prefill import Prompt
 
 
 def generate_with(  # noqa: PLR0913 - the signature that generate() calls

@@ -16,14 +16,12 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation import own_prefill
-from hf_spec.generation.own_prefill import Prompt, decoder_kwargs, first_round, read_input
+from hf_spec.generation.own_prefill import Prompt, first_round
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
 from tests import hybrid_models, tiny_models
 from tests.model_watch import count_forwards
 from tests.refusals import refuse
 from tests.targets import image_cases
-from tests.targets.whisper_cases import build, own_encoder, sound
-from tests.tiny_models import build as build_text
 
 LIMIT = 16
 
@@ -195,31 +193,3 @@ def test_a_refused_draft_model_is_refused_before_the_first_forward() -> None:
     ):
         target.generate(**inputs, max_new_tokens=4, spec_strategy="draft", assistant=draft)
     assert forwards == []
-
-
-GIVEN = {"inputs": 1, "attention_mask": 2, "decoder_attention_mask": 3, "use_cache": True}
-
-
-def test_the_names_of_other_models() -> None:
-    assert decoder_kwargs(build(), GIVEN) == {"attention_mask": 3, "use_cache": True}
-    assert decoder_kwargs(build_text("llama"), GIVEN) == GIVEN
-
-
-def test_what_a_draft_model_with_an_encoder_reads() -> None:
-    """The number of rows may be a multiple of the number of recordings."""
-    ids = torch.zeros(4, 1, dtype=torch.long)
-    prompt = Prompt(ids, torch.ones_like(ids), {})
-    read = read_input({"inputs": sound(2)}, own_encoder(), prompt)
-    expected = build().get_encoder()(sound(2))[0].repeat_interleave(2, dim=0)
-    torch.testing.assert_close(read.model_kwargs["encoder_outputs"][0], expected)
-
-
-def test_a_text_model_hears_nothing() -> None:
-    """A text draft model gets no encoder output; it drafts from the text alone."""
-    from hf_spec.generation.own_prefill import _attend
-
-    ids = torch.zeros(1, 1, dtype=torch.long)
-    runner = ModelRunner(build_text("llama"), 1)
-    prompt = Prompt(ids, torch.ones_like(ids), {"encoder_outputs": (torch.zeros(1, 20, 32),)})
-    _attend(runner, build(), prompt)
-    assert runner._call.cross_attention is None

@@ -139,10 +139,10 @@ class CostModelDrafter(Drafter):
             source.restart(row)
         self._timer.restart()
 
-    def prefill(self, run: Callable[[ModelRunner], object]) -> None:
-        """Prefill every drafter that has a model."""
+    def visit_runner(self, visit: Callable[[ModelRunner], object]) -> None:
+        """Pass on the runner of every drafter that has a model."""
         for source in self._sources:
-            source.drafter.prefill(run)
+            source.drafter.visit_runner(visit)
 
     @contextmanager
     def active(self, state: GenerationState) -> Iterator[None]:

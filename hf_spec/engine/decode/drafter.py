@@ -92,11 +92,12 @@ class Drafter(CandidateGenerator, ABC):
     def restart(self, row: int) -> None:
         """Drop the state of `row`, where another sequence begins. Default: nothing."""
 
-    def prefill(self, run: Callable[[ModelRunner], object]) -> None:
-        """Pass the runner of its own model to `run`, which prefills the prompt. Default: nothing.
+    def visit_runner(self, visit: Callable[[ModelRunner], object]) -> None:
+        """Pass the runner of its own model to `visit`. Default: nothing.
 
-        Called while active, before the first draft, if the target's prompt is more than tokens,
-        for instance images. `run` ignores models that do not take such prompts.
+        Called while active, before the first draft, if the target's prompt is more than tokens.
+        `visit` runs a prompt with images, or stores the output of an encoder, if the model takes
+        it.
         """
 
     @abstractmethod

@@ -152,9 +152,9 @@ class DraftModelDrafter(LevelDrafter):
         super().restart(row)
         self._runner.restart(row)
 
-    def prefill(self, run: Callable[[ModelRunner], object]) -> None:
+    def visit_runner(self, visit: Callable[[ModelRunner], object]) -> None:
         """Let the draft model run a prompt that is more than tokens."""
-        run(self._runner)
+        visit(self._runner)
 
     def max_levels(self, state: GenerationState, limits: Mapping[int, int]) -> Mapping[int, int]:
         """Return `limits`, reduced where the draft model has fewer positions.

@@ -84,7 +84,7 @@ class CrossTokenizerDrafter(DraftModelDrafter):
         self._texts[row] = DraftText(self.pair)
         self._stored_ids[row] = []
 
-    def prefill(self, run: Callable[[ModelRunner], object]) -> None:
+    def visit_runner(self, visit: Callable[[ModelRunner], object]) -> None:
         """Do nothing: the draft model reads only the text of a multimodal prompt."""
 
     def _read(self, tokens: Sequence[Sequence[int]], limits: Mapping[int, int]) -> dict[int, int]:
