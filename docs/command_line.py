@@ -13,7 +13,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from hf_spec.cli.app import COMMANDS, build_app, load_command
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 PAGE = Path(__file__).parent / "command-line.md"
 COLUMNS = 80

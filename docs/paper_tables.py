@@ -18,7 +18,7 @@ from typing import Any
 
 from examples.studies import trainings
 from examples.studies.sdsat import task_quality
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 FOLDER = Path(__file__).parent / "papers"
 EXAMPLES = FOLDER.parents[1] / "examples"

@@ -15,8 +15,8 @@ from statistics import fmean, median
 from typing import Any
 
 from examples.studies.real_models.human_eval import speedups
+from hf_spec.common.tables import Table
 from hf_spec.evaluation.bench.summary import spread
-from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.trace.pictures import ACCEPTED, PALE, Canvas
 
 ROOT = Path(__file__).parents[1]

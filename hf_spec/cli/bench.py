@@ -52,8 +52,8 @@ def bench(  # noqa: PLR0913 - one parameter per option
     """
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts
-    from hf_spec.evaluation.bench.entries import parse_entries, with_baseline
     from hf_spec.evaluation.bench.suite import Benchmark
+    from hf_spec.methods.entries import parse_entries, with_baseline
 
     options.check_out(out, prompts)
     if plots is not None and plots.exists() and not plots.is_dir():

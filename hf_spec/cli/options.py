@@ -21,7 +21,7 @@ from hf_spec.common.errors import OptionError
 from hf_spec.common.files import check_regular
 from hf_spec.common.settings import Count, Named, Setting, Settings, Share, Within, setting_fields
 
-# Strategy on a command line, parsed by `hf_spec.evaluation.bench.entries`.
+# Strategy on a command line, parsed by `hf_spec.methods.entries`.
 ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
 
 

@@ -34,7 +34,7 @@ def serve(
         curl http://127.0.0.1:8000/metrics
     """
     from hf_spec.cli.loading import device_and_dtype
-    from hf_spec.evaluation.bench.entries import parse_entries
+    from hf_spec.methods.entries import parse_entries
     from hf_spec.serving.app import check_packages, load_app, make_server
     from hf_spec.serving.manager import SpeculativeManager
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hf_spec.cli import options
 from hf_spec.cli.failures import FAILED, UNPROVEN
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 from hf_spec.evaluation.settings import VerificationPlan
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def verify(  # noqa: PLR0913 - one parameter per option
     from hf_spec.common.files import write_json
     from hf_spec.common.machine import environment
     from hf_spec.common.prompts import load_prompts
-    from hf_spec.evaluation.bench.entries import parse_entries
     from hf_spec.evaluation.lossless import verify as checks
+    from hf_spec.methods.entries import parse_entries
 
     options.check_out(out, prompts)
     entries = parse_entries(strategy, assistant or [], compile_layers=None)

@@ -9,9 +9,9 @@ import pytest
 
 from hf_spec import AutoConfig
 from hf_spec.common.prompts import load_prompts
-from hf_spec.evaluation.bench.entries import Entry
 from hf_spec.evaluation.lossless.verify import verify
 from hf_spec.evaluation.settings import SamplingPlan, VerificationPlan
+from hf_spec.methods.entries import Entry
 from tests.identity import assert_identical
 from tests.tiny_models import left_padded
 

@@ -19,7 +19,7 @@ from hf_spec.cli.options import ENTRY
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.contenders import Contender, strategy
-from hf_spec.evaluation.bench.entries import parse_entry
+from hf_spec.methods.entries import parse_entry
 
 
 def contender(model: Any, text: str, compile_layers: bool) -> Contender:

@@ -23,9 +23,9 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_spec
 from examples.studies import timing
 from hf_spec.common.compat import CACHE_NAME
+from hf_spec.common.tables import Table
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.evaluation.bench.profiling import tree_of
-from hf_spec.evaluation.bench.tables import Table
 
 COUNTS = (1, 4, 16)
 TIMES = 4

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 from hf_spec.methods.disco.classifier import DiscoClassifier
 from hf_spec.methods.disco.settings import FEATURES, DiscoTrainSettings
 from hf_spec.methods.disco.training import Observed, evaluate, fit, observe

@@ -24,8 +24,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from examples.studies.timing import add_options, begin, write_record
 from hf_spec import DiscoConfig, DraftConfig, GsdConfig, TreeConfig
 from hf_spec.common.prompts import load_prompts
+from hf_spec.common.tables import Table
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.evaluation.bench.tables import Table
 from hf_spec.methods.draft_model.loading import resolve_draft_model
 
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}

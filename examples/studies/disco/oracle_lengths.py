@@ -28,7 +28,7 @@ from hf_spec.adapters.folder import load_adapter
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 from hf_spec.methods.disco.classifier import DiscoClassifier
 from hf_spec.methods.disco.training import STATIC_LENGTHS, Observed, observe, round_places
 from hf_spec.methods.draft_model.loading import resolve_draft_model

@@ -36,7 +36,7 @@ from examples.studies.timing import shown
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 from hf_spec.methods.disco.classifier import DiscoClassifier
 from hf_spec.methods.disco.settings import DiscoTrainSettings
 from hf_spec.methods.disco.training import Observed, fit, observe

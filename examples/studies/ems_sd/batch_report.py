@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from examples.studies.ems_sd.padding import accuracy_for, padding_ratio
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 MODES = ("padded", "unpadded_input", "unpadded_kv", "unpadded")
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from examples.studies.timing import add_options, begin, write_record
 from hf_spec.common.prompts import left_padded, load_prompts
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 WAYS = ("static", "continuous")
 

@@ -20,9 +20,9 @@ import torch
 from transformers import PreTrainedModel
 
 from examples.studies.timing import add_options, begin, write_record
+from hf_spec.common.tables import Table
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
-from hf_spec.evaluation.bench.tables import Table
 
 DRAFTED = 7
 MODES = ("padded", "unpadded_input", "unpadded_kv", "unpadded")

@@ -22,7 +22,7 @@ from typing import Any
 from examples.studies import trainings
 from examples.studies.falcon.whole_training import run_part
 from hf_spec.common.files import write_json
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 CSGD = {
     "off": ["--csgd", "off"],

@@ -25,11 +25,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 import hf_spec
 from examples.studies import timing
 from hf_spec.common.prompts import load_prompts
+from hf_spec.common.tables import Table
 from hf_spec.evaluation.bench.contenders import Contender, plain, strategy
-from hf_spec.evaluation.bench.entries import parse_entries
 from hf_spec.evaluation.bench.runner import rotated
-from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.lossless.mismatch import differences
+from hf_spec.methods.entries import parse_entries
 
 # New tokens of the warm-up: enough passes to screen the output head (see `packed_weights`).
 WARM_UP = 80

@@ -20,10 +20,10 @@ from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import Placement
 from hf_spec.common.prompts import load_prompts
 from hf_spec.common.small_models import gemma3_270m, smollm2_135m_instruct
-from hf_spec.evaluation.bench.entries import Entry, parse_entries
 from hf_spec.evaluation.bench.report import markdown
 from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.evaluation.settings import Suite
+from hf_spec.methods.entries import Entry, parse_entries
 
 # Strategies with a draft model, with default options.
 DRAFTS = ("draft", "tree", "gsd")

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_spec.common.machine import environment
+from hf_spec.common.tables import Table
 from hf_spec.evaluation.bench.profiling import measure_step_cost
-from hf_spec.evaluation.bench.tables import Table
 
 
 def table(seconds: dict[str, dict[int, list[float]]]) -> str:

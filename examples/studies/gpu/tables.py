@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]

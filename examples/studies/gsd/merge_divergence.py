@@ -30,12 +30,12 @@ from examples.studies.timing import shown
 from hf_spec import GsdConfig
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
+from hf_spec.common.tables import Table
 from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.runner import ModelRunner
-from hf_spec.evaluation.bench.tables import Table
 from hf_spec.generation.one_call import generate_with
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.draft_model.loading import resolve_draft_model

@@ -25,7 +25,7 @@ from hf_spec import GsdConfig
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 from hf_spec.methods.draft_model.loading import resolve_draft_model
 
 # The paper's thresholds for small and large targets, and lower ones for small draft models.

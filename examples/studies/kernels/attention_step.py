@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from examples.studies import timing
 from examples.studies.kernels.step_time import Steps, check
 from examples.studies.kernels.tree_attention import Heads, make_problem
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 from hf_spec.training.heads import layer_config
 
 # Rows, nodes per row, and committed tokens per row.

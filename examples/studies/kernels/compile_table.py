@@ -26,7 +26,7 @@ from torch import Tensor
 
 from examples.studies.kernels.offline import GPUS, Compiled, Gpu, blocks_per_processor, compiling
 from hf_spec.common.files import write_json
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 # Nodes of one row, and tokens of a prompt chunk, which uses the kernel if heads have sinks.
 NODES = (1, 4, 8, 16, 64)

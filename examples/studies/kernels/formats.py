@@ -34,7 +34,7 @@ from examples.studies.kernels.four_bit import (
 )
 from examples.studies.kernels.products import products_of
 from hf_spec.backend.cpu.eight_bit import eight_bit_forward
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 MEGABYTES = 400
 BFLOAT16 = torch.bfloat16

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from examples.studies import timing
 from hf_spec.backend.cpu.four_bit import four_bit_forward, is_four_bit
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 ROWS = (1, 4, 8, 16)
 # Outputs and inputs: queries, keys, values, attention output, gate, up, down.

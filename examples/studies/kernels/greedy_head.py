@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from examples.studies import timing
 from hf_spec.backend.cpu import packed_weights
 from hf_spec.common.prompts import load_prompts
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 # Minimum size of a screened weight, by form.
 FORMS = {"all logits": 1 << 62, "best logits": 0}

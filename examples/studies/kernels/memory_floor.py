@@ -20,7 +20,7 @@ from torch import nn
 import hf_spec
 from examples.studies import timing
 from examples.studies.kernels.four_bit import read_seconds
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 PROMPT, SHORT, LONG = 16, 8, 72
 

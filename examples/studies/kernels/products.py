@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from examples.studies import timing
 from hf_spec.backend.cpu.packed_gemm import ONEDNN, OWN, ROUNDED, Form, obstacle
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 48, 200)
 DTYPES = (torch.float32, torch.bfloat16)

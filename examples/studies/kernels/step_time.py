@@ -26,6 +26,7 @@ from examples.studies.kernels.tree_attention import summary
 from hf_spec.backend.device.capture import cuda_graphs, padded_steps
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
+from hf_spec.common.tables import Table
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw
@@ -33,7 +34,6 @@ from hf_spec.engine.fast.cuda_graphs import WARM_UPS
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.runner import timed
-from hf_spec.evaluation.bench.tables import Table
 
 ROWS = (1, 4, 16)
 NODES = (1, 4, 8, 16, 32)

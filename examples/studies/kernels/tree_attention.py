@@ -28,6 +28,7 @@ from hf_spec.backend.device.capture import cuda_graphs
 from hf_spec.backend.device.transfer import send
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
+from hf_spec.common.tables import Table
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kernel_layout import ragged_layout, tensors_of, with_tensors
 from hf_spec.engine.forward.packing import pack
@@ -36,7 +37,6 @@ from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.profiling import tree_of
 from hf_spec.evaluation.bench.runner import timed
 from hf_spec.evaluation.bench.summary import spread
-from hf_spec.evaluation.bench.tables import Table
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 2048, 8192, 32768)

@@ -24,9 +24,9 @@ import hf_spec
 from examples.studies.models import load_model
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
+from hf_spec.common.tables import Table
 from hf_spec.evaluation.bench.contenders import Contender, plain, strategy
 from hf_spec.evaluation.bench.runner import timed
-from hf_spec.evaluation.bench.tables import Table
 
 OPENINGS = (
     "Request {0}.",

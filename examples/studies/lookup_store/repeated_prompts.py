@@ -21,7 +21,7 @@ from examples.studies.models import load_model
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 ALONE, ONE_STORE, PER_PROMPT = "lookup", "one store", "a store per prompt"
 CONFIG = hf_spec.LookupConfig(copy_length=7, max_draft_tokens=7)

@@ -20,9 +20,9 @@ from hf_spec.cli.options import ENTRY
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.contenders import Contender, plain, strategy
-from hf_spec.evaluation.bench.entries import parse_entry
 from hf_spec.evaluation.lossless.mismatch import first_difference
 from hf_spec.methods.draft_model.truncated import truncated_draft
+from hf_spec.methods.entries import parse_entry
 
 
 def compare(

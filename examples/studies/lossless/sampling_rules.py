@@ -34,10 +34,10 @@ from examples.studies import timing
 from examples.studies.sdsat import task_quality
 from hf_spec import GsdConfig, SdsatConfig
 from hf_spec.common.prompts import Prompt, load_prompts
+from hf_spec.common.tables import Table
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.evaluation.bench.contenders import Settings, plain, strategy
 from hf_spec.evaluation.bench.runner import rotated
-from hf_spec.evaluation.bench.tables import Table
 from hf_spec.methods.draft_model.loading import resolve_draft_model
 
 PLAIN = "plain"

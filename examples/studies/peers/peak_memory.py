@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from examples.studies import timing
 from examples.studies.full_table import by_prompt
 from hf_spec.common.prompts import load_prompts
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 
 def peak(options: argparse.Namespace, strategies: list[str]) -> tuple[str, int]:

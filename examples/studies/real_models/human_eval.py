@@ -32,9 +32,9 @@ from examples.studies import timing
 from examples.studies.full_table import by_prompt
 from examples.studies.sdsat.task_quality import HUMAN_EVAL_PROMPT, passes, read
 from hf_spec.common.prompts import Prompt
+from hf_spec.common.tables import Table
 from hf_spec.evaluation.bench.contenders import Contender
 from hf_spec.evaluation.bench.runner import rotated
-from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.lossless.mismatch import differences
 
 # Start of an answer, which copies the prompt.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.studies.real_models.checkpoints import checkpoint
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 TARGET, DRAFT = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
 STUDIES = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_spec.evaluation.bench.entries import parse_entry
+from hf_spec.methods.entries import parse_entry
 from hf_spec.methods.sdsat.drafter import SdsatConfig
 
 FIGURES = {

@@ -21,8 +21,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 import hf_spec
 from examples.studies import timing
 from hf_spec.common.prompts import load_prompts
+from hf_spec.common.tables import Table
 from hf_spec.engine.fast.compiled_layers import CompiledLayer
-from hf_spec.evaluation.bench.tables import Table
 
 PLAIN, NONE, OUTSIDE = "plain", "none", "sdsat, LoRA outside of compiled layers"
 

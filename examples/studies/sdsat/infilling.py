@@ -28,7 +28,7 @@ from examples.studies import timing
 from examples.studies.sdsat import task_quality
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 from hf_spec.methods.sdsat.infilling import Infilling
 
 ORDERS = ("PSM", "SPM")

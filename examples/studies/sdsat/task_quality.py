@@ -29,7 +29,7 @@ from hf_spec.adapters.folder import load_adapter
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 from hf_spec.methods.sdsat.adaptive_tokens import METHOD, merge_lora
 
 PROBLEMS = Path(__file__).with_name("problems")

@@ -36,7 +36,7 @@ import psutil
 from examples.studies.models import load_model
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 PLAIN, BATCHED, UNDRAFTED, SPECULATIVE = NAMES = (
     "transformers serve",

@@ -25,9 +25,9 @@ from transformers import AutoTokenizer
 from examples.studies import timing
 from hf_spec import BatchStreamer
 from hf_spec.common.prompts import load_prompts
-from hf_spec.evaluation.bench.entries import Entry, parse_entries
+from hf_spec.common.tables import Table
 from hf_spec.evaluation.bench.runner import rotated
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.methods.entries import Entry, parse_entries
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 # Minimum number of sequences per load; low loads run them in several batches.

@@ -13,7 +13,7 @@ from hf_spec.cli.options import AnswerSettings, Placement
 from hf_spec.common.errors import OptionError
 from hf_spec.common.outputs import SpecGenerateOutput
 from hf_spec.common.prompts import encode_chat
-from hf_spec.evaluation.bench.entries import parse_entries
+from hf_spec.methods.entries import parse_entries
 
 
 class Responder:

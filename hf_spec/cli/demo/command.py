@@ -44,9 +44,9 @@ def demo(
     console.print(Text(f"loading {model or SMALL_MODEL}{first}", "dim"))
     from hf_spec.cli.demo import entries, session
     from hf_spec.cli.demo.replay import Recorder
-    from hf_spec.evaluation.bench.entries import parse_entries, with_baseline
     from hf_spec.evaluation.bench.suite import Benchmark
     from hf_spec.evaluation.settings import Suite
+    from hf_spec.methods.entries import parse_entries, with_baseline
 
     chosen = with_baseline(parse_entries(strategy or (), assistant or ()))
     target, tokenizer = session.load(model, placement)

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import CONFIG_NAME, load_adapter
 from hf_spec.common.errors import AssistantError
 from hf_spec.common.prompts import Prompt
-from hf_spec.evaluation.bench.entries import Entry, parse_entries
 from hf_spec.evaluation.bench.summary import IDLE
+from hf_spec.methods.entries import Entry, parse_entries
 
 # Part of the repository (13 MB), not of the installed package.
 HEAD = Path("examples/adapters/smollm2-135m-falcon")

@@ -17,11 +17,11 @@ from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import Placement
 from hf_spec.common.machine import environment
 from hf_spec.common.small_models import bars_on_a_terminal_only, smollm2_135m_instruct
+from hf_spec.common.tables import Table
 from hf_spec.evaluation.bench.report import SPEEDS
 from hf_spec.evaluation.bench.runner import Record
 from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.evaluation.bench.summary import ALL, IDLE, summary
-from hf_spec.evaluation.bench.tables import Table
 from hf_spec.training.responses import end_tokens
 
 LEGEND = (

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hf_spec.cli.command import GENERAL, Command
 from hf_spec.cli.options import FILE, Placement
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 from hf_spec.training.settings import DATA
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ def ui(
     from hf_spec.cli.demo.watch import load_warning
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.cli.ui.comparison import Comparer
-    from hf_spec.evaluation.bench.entries import parse_entries
+    from hf_spec.methods.entries import parse_entries
 
     if warning := load_warning():
         typer.echo(warning, err=True)

@@ -17,10 +17,10 @@ from hf_spec.common.errors import OptionError
 from hf_spec.common.prompts import Prompt
 from hf_spec.engine.models.support_checks import check_model
 from hf_spec.evaluation.bench.contenders import Contender, Run, plain, without_stored_strategy
-from hf_spec.evaluation.bench.entries import Entry, resolve_entry
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
 from hf_spec.evaluation.trace.pictures import Canvas
 from hf_spec.evaluation.trace.rounds import Round, draw_round, record_rounds
+from hf_spec.methods.entries import Entry, resolve_entry
 from hf_spec.training.responses import end_tokens
 
 

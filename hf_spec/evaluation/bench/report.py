@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_spec.common.tables import Table
 from hf_spec.evaluation.bench import plots
 from hf_spec.evaluation.bench.profiling import PARTS
 from hf_spec.evaluation.bench.summary import ALL, IDLE, Summary, notice
-from hf_spec.evaluation.bench.tables import Table
 
 # Text after `notice` above the tables.
 SYNTHETIC = (

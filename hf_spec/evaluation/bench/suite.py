@@ -32,13 +32,13 @@ from hf_spec.evaluation.bench.contenders import (
     synthetic,
     transformers,
 )
-from hf_spec.evaluation.bench.entries import Entry, resolve_entry
 from hf_spec.evaluation.bench.profiling import measure_step_cost, profiled
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
 from hf_spec.evaluation.bench.summary import summary
 from hf_spec.evaluation.settings import Suite
 from hf_spec.methods.draft_model.loading import read_draft_model, resolve_draft_model
 from hf_spec.methods.draft_model.trained import METHOD as DRAFT
+from hf_spec.methods.entries import Entry, resolve_entry
 from hf_spec.methods.loading import find_assistant
 from hf_spec.training.responses import end_tokens
 

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench.contenders import plain, speculative, without_stored_strategy
-from hf_spec.evaluation.bench.entries import Entry
 from hf_spec.evaluation.lossless.mismatch import TIE, Difference, differences
 from hf_spec.evaluation.lossless.sampling import SamplingResult, check_sampling
 from hf_spec.evaluation.settings import VerificationPlan
+from hf_spec.methods.entries import Entry
 
 # Verdicts, worst first.
 VERDICTS = FAILED, UNPROVEN, PASSED = "failed", "unproven", "passed"

@@ -12,8 +12,8 @@ from rich.console import Console
 from hf_spec.cli.demo.replay import Lane, Piece, Recorder, Recording, replay
 from hf_spec.evaluation.bench import contenders
 from hf_spec.evaluation.bench.contenders import Run
-from hf_spec.evaluation.bench.entries import parse_entry
 from hf_spec.evaluation.bench.runner import Record
+from hf_spec.methods.entries import parse_entry
 from tests import tiny_models
 
 NEW_TOKENS = 12

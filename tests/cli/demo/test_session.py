@@ -19,13 +19,13 @@ from hf_spec.cli.demo.session import conclusion, copied_share, strategies_table
 from hf_spec.cli.options import Placement
 from hf_spec.common.outputs import RowStats, SpecStats
 from hf_spec.common.prompts import Prompt
+from hf_spec.common.tables import Table
 from hf_spec.evaluation.bench import suite
 from hf_spec.evaluation.bench.contenders import Contender, Run
-from hf_spec.evaluation.bench.entries import Entry, parse_entries, with_baseline
 from hf_spec.evaluation.bench.runner import Record, Row
 from hf_spec.evaluation.bench.suite import Benchmark
-from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.settings import Suite
+from hf_spec.methods.entries import Entry, parse_entries, with_baseline
 from tests import tiny_models
 
 TEXTS = {"one": "bababa", "two": "cacaca"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hf_spec.cli.ui.comparison import Comparer, Comparison
-from hf_spec.evaluation.bench.entries import parse_entries
+from hf_spec.methods.entries import parse_entries
 from tests.serving.conftest import speller
 from tests.tiny_models import build
 

@@ -10,8 +10,8 @@ import torch
 import hf_spec
 from hf_spec.cli.demo.replay import Lane
 from hf_spec.cli.ui.comparison import Comparer, Comparison
-from hf_spec.evaluation.bench.entries import parse_entries
 from hf_spec.evaluation.trace.rounds import draw_round
+from hf_spec.methods.entries import parse_entries
 from tests import tiny_models
 from tests.cli.ui.conftest import LOOKUP, NEW_TOKENS, PROMPT
 from tests.serving.conftest import plain, speller

@@ -14,9 +14,9 @@ import torch
 from hf_spec import AssistantError, LookupConfig, OptionError, TreeConfig, UnsupportedError
 from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench.contenders import GREEDY
-from hf_spec.evaluation.bench.entries import Entry, parse_entry
 from hf_spec.evaluation.bench.suite import Benchmark, make_contenders
 from hf_spec.evaluation.settings import Suite
+from hf_spec.methods.entries import Entry, parse_entry
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model, padded, save_disco_adapter
 

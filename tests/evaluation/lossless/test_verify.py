@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from hf_spec import DraftConfig, LookupConfig, TreeConfig
 from hf_spec.common.prompts import Prompt
 from hf_spec.engine.decode import drafter
-from hf_spec.evaluation.bench.entries import Entry
 from hf_spec.evaluation.lossless.mismatch import BUG
 from hf_spec.evaluation.lossless.verify import PASSED, UNPROVEN, Verification, verify
 from hf_spec.evaluation.settings import SamplingPlan, VerificationPlan
+from hf_spec.methods.entries import Entry
 from tests.biased_rules import NoResidual, OneTooMany
 from tests.tiny_models import draft_model
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec.common.tables import Table
 
 TABLE = Table(["", "ratio", "identical"], [["plain", "1.00", "2 of 2"], ["a", "12.5", "-"]])
 

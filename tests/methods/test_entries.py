@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -16,12 +16,13 @@ from hf_spec import (
     StrategyConfig,
     TreeConfig,
 )
-from hf_spec.evaluation.bench.entries import (
+from hf_spec.methods.entries import (
     parse_entries,
     parse_entry,
     resolve_entry,
     with_baseline,
 )
+from tests.tiny_models import build
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,8 @@ class TestAssistants:
         assert entry.assistant is None
 
 
-def test_what_its_assistant_is_to_a_model(model: Any) -> None:
+def test_what_its_assistant_is_to_a_model() -> None:
+    model = copy.deepcopy(build("llama"))
     found = resolve_entry(parse_entry("tree:max_nodes=5@truncated:2"), model)
     assert found.name == "tree:max_nodes=5@truncated:2"
     assert found.assistant.config.num_hidden_layers == 2
