@@ -151,12 +151,21 @@ STEPS = (
         "--out {work}/sdsat-basic",
     ),
     Step(
+        "sdsat-full",
+        60,
+        20,
+        False,
+        "hf_spec train sdsat {draft} --responses {work}/code_answers.jsonl --dtype bfloat16 "
+        "--mode full --num-train-epochs 1 --batch-tokens 512 --infilling 0.5 --eval-steps 20 "
+        "--out {work}/sdsat-full",
+    ),
+    Step(
         "sdsat-losses",
         1,
         1,
         False,
-        "examples.studies.trainings {work}/sdsat-lora {work}/sdsat-basic --figure clean_loss "
-        "--out {records}/sdsat/qwen_trainings.json",
+        "examples.studies.trainings {work}/sdsat-lora {work}/sdsat-basic {work}/sdsat-full "
+        "--figure clean_loss --out {records}/sdsat/qwen_trainings.json",
     ),
     Step(
         "sdsat-speed",
@@ -174,7 +183,8 @@ STEPS = (
         6,
         False,
         "examples.studies.sdsat.task_quality --model {draft} --adapter {work}/sdsat-lora "
-        "--dtype bfloat16 --human-eval {human_eval_file} --out {records}/sdsat/qwen_quality.json",
+        "--tuned {work}/sdsat-full --dtype bfloat16 --human-eval {human_eval_file} "
+        "--out {records}/sdsat/qwen_quality.json",
     ),
     Step(
         "sdsat-infilling",
