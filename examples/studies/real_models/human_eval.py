@@ -35,7 +35,7 @@ from hf_spec.common.prompts import Prompt
 from hf_spec.common.tables import Table
 from hf_spec.evaluation.bench.contenders import Contender
 from hf_spec.evaluation.bench.runner import rotated
-from hf_spec.evaluation.lossless.mismatch import differences
+from hf_spec.evaluation.lossless.mismatch import Difference, differences
 
 # Start of an answer, which copies the prompt.
 COPY = "```python\n{prompt}"
@@ -77,14 +77,16 @@ def measure(
             "tau": run.stats and round(run.stats.tau, 3),
         }
     plain = runs[contenders[0].name]
+    checked = dict[tuple[int, ...], list[Difference]]()
     for contender in contenders:
         tokens, result = runs[contender.name], results[contender.name]
         text = begun + tokenizer.decode(tokens[ids.shape[1] :], skip_special_tokens=True)
-        found = differences(model, ids, plain, tokens, new_tokens)
+        if (output := tuple(tokens)) not in checked:
+            checked[output] = list(differences(model, ids, plain, tokens, new_tokens))
         result |= {
             "passed": passes(problem, text),
             "equals_none": tokens == runs.get("none"),
-            "differences": [asdict(difference) for difference in found],
+            "differences": [asdict(difference) for difference in checked[output]],
         }
         if contender is contenders[0]:
             result["answer"] = text
