@@ -473,6 +473,14 @@ MUTANTS = (
         tests=("tests/methods/lookup/test_answer_store.py::TestStore",),
     ),
     Mutant(
+        "answers of failed and canceled sequences are stored",
+        area="lookup",
+        file="hf_spec/methods/lookup/answer_store.py",
+        old="if state.is_complete(row) and",
+        new="if state.finished[row] and",
+        tests=("tests/methods/lookup/test_answer_store.py::TestWhatIsStored",),
+    ),
+    Mutant(
         "copies of prompt_only go on into the output",
         area="lookup",
         file="hf_spec/methods/lookup/drafter.py",
