@@ -119,6 +119,10 @@ class GenerationState(RowTokens):
         lead = self.generated[row] - self._evaluated[row] if stop.has_batch_criteria else 0
         return room if lead <= 0 else min(room, max(1, MAX_LEAD - lead))
 
+    def is_complete(self, row: int) -> bool:
+        """Return True if stop rules ended the row, not an error and not its cancellation."""
+        return self.finished[row] and self._ends[row] is not None and row not in self.errors
+
     def begin(
         self, row: int, sequence: int, prompt: Sequence[int], stop: StopRules, draws: bool = False
     ) -> None:
@@ -363,10 +367,6 @@ class GenerationState(RowTokens):
         return len(ended) < len(rows) and all(
             self.generated[row] >= step or (stop.pads and row in scored) for row in rows
         )
-
-    def is_complete(self, row: int) -> bool:
-        """Return True if stop rules ended the row, not an error and not its cancellation."""
-        return self.finished[row] and self._ends[row] is not None and row not in self.errors
 
     def _ended_by(self, row: int, step: int) -> bool:
         """Return True if a rule held for `row` within its first `step` generated tokens."""

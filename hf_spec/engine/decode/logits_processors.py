@@ -1,6 +1,6 @@
 """Logits processors on the nodes of a draft tree, exact for each node's own prefix.
 
-`processor_steps` says how each class of processors runs. Rows that hold sequences of different
+`processor_steps` defines how each class of processors runs. Rows that hold sequences of different
 calls have one list of processors each (`RowProcessors`).
 """
 

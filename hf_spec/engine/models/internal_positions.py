@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -141,7 +140,9 @@ def tree_alibi(model: PreTrainedModel, key_positions: Tensor) -> Iterator[None]:
     bloom = model.config.model_type == "bloom"
     # Bloom calls a method of its decoder, Falcon a function of its module.
     owner: Any = model.transformer if bloom else modeling_falcon
-    with _builders.install([owner], partial(_tree_builders, rounds=not bloom)):
+    with _builders.install(
+        [owner], lambda new: {part: _tree_builder(part, rounds=not bloom) for part in new}
+    ):
         before, _forward.key_positions = _forward.key_positions, key_positions
         try:
             yield
@@ -149,13 +150,9 @@ def tree_alibi(model: PreTrainedModel, key_positions: Tensor) -> Iterator[None]:
             _forward.key_positions = before
 
 
-def _tree_builders(owners: Sequence[Any], rounds: bool) -> dict[Any, Callable[..., Tensor]]:
-    """Return a builder of the bias per owner of one; `rounds` if the model's is in bfloat16."""
-    return {owner: _tree_builder(getattr(owner, BUILDER), rounds) for owner in owners}
-
-
-def _tree_builder(plain: Callable[..., Tensor], rounds: bool) -> Callable[..., Tensor]:
-    """Return a builder of the bias; `rounds` if the model's own multiplies in bfloat16."""
+def _tree_builder(owner: Any, rounds: bool) -> Callable[..., Tensor]:
+    """Return a builder of the bias; `rounds` if the owner's own multiplies in bfloat16."""
+    plain: Callable[..., Tensor] = getattr(owner, BUILDER)
 
     def build(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
         key_positions = _forward.key_positions

@@ -328,8 +328,8 @@ class TestWhatIsStored:
         outputs = build("llama").generate_batch([bad, good], max_new_tokens=8, **call)
         assert [output.error is None for output in outputs.values()] == [False, True]
         assert len(outputs["req_0"].generated_tokens) >= 1
-        (stored,) = split(store)
-        assert stored[: len(good)] == good
+        (answer,) = stored(store)
+        assert answer[: len(good)] == good
 
     def test_a_canceled_request_is_not_stored(self) -> None:
         store = LookupStore()
@@ -343,8 +343,8 @@ class TestWhatIsStored:
             assert batch.cancel("goes") is not None
             while batch.unfinished:
                 batch.step()
-        (stored,) = split(store)
-        assert stored[: len(PROMPTS[0])] == PROMPTS[0]
+        (answer,) = stored(store)
+        assert answer[: len(PROMPTS[0])] == PROMPTS[0]
 
     def test_a_bounded_store_stays_bounded(self) -> None:
         store = LookupStore(50)
@@ -448,11 +448,4 @@ def test_threads_share_a_store() -> None:
 
 def split(store: LookupStore) -> list[list[int]]:
     """Return the answers in a store, each with its separator."""
-    answers: list[list[int]] = []
-    new: list[int] = []
-    for token in store.text.tolist():
-        new.append(token)
-        if token == -1:
-            answers.append(new)
-            new = []
-    return answers
+    return [[*answer, SEPARATOR] for answer in stored(store)]
