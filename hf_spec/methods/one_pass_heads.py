@@ -15,12 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError
-from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
 from hf_spec.drafting.cost_model.adaptive_length_drafter import (
     adapt_length,
     resolve_config,
     selects_nodes_by_cost,
 )
+from hf_spec.drafting.cost_model.draft_source import NODES_PER_LEVEL
 from hf_spec.drafting.length_policy import MEASURED, make_policy
 from hf_spec.drafting.one_pass_drafter import ProposalDrafter, ProposalRunner
 from hf_spec.drafting.rank_tree import RankTree
@@ -103,4 +103,4 @@ def make_proposal_drafter(
     if config.length_policy != MEASURED and not selects_by_cost:
         return drafter
     width = min(config.shape.children, NODES_PER_LEVEL)
-    return adapt_length(drafter, policy, target, config, width)
+    return adapt_length(drafter, target, config, width)

@@ -32,10 +32,10 @@ from hf_spec import AutoConfig, DraftConfig, LookupConfig, TreeConfig
 from hf_spec.backend.device.clock import Clock
 from hf_spec.common.files import write_json
 from hf_spec.drafting.cost_model import cost_model_drafter
-from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, DraftSource
 from hf_spec.drafting.cost_model.adaptive_length_drafter import adapt_length
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
 from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter
+from hf_spec.drafting.cost_model.draft_source import NODES_PER_LEVEL, DraftSource
 from hf_spec.drafting.length_policy import make_policy
 from hf_spec.drafting.level_drafter import LevelDrafter
 from hf_spec.drafting.tree_growth import Growth, NextTokens
@@ -163,12 +163,12 @@ def make(strategy: str, simulation: Simulation, answer: Answer) -> Drafter:
         return make_drafter(LookupConfig(), TARGET, None)
     config = (DraftConfig() if strategy == "draft" else TreeConfig()).resolve(measures=True)
     if strategy == "auto":
-        config = wide_tree(AutoConfig()).resolve(measures=True)
+        config = wide_tree(AutoConfig())
     policy = make_policy(config, TARGET)
     inner = TraceDrafter(config, policy, simulation, answer)
     if strategy != "auto":
         width = min(config.shape.children, NODES_PER_LEVEL)
-        return adapt_length(inner, policy, TARGET, config, width)
+        return adapt_length(inner, TARGET, config, width)
     options = AutoConfig()
     free = lookup_sources(LookupConfig(), options.max_draft_tokens)
     assistants = [DraftSource("tree", inner, options.max_draft_tokens)]

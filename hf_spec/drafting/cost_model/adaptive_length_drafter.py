@@ -7,7 +7,6 @@ of the method. It is used where a config leaves sizes open and the target's time
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
@@ -15,27 +14,21 @@ from transformers import PreTrainedModel
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.drafting.config import PolicyConfig
-from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, DraftSource
 from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter
+from hf_spec.drafting.cost_model.draft_source import NODES_PER_LEVEL, DraftSource
 from hf_spec.drafting.cost_model.selection import PlannedRound
-from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, MeasuredPolicy, make_policy
+from hf_spec.drafting.length_policy import MEASURED, MeasuredPolicy, make_policy
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.verifiers import Verifier
-from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
-from hf_spec.engine.forward.output import ForwardOutput
 
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
-
-# A length policy may draft this many times the depth that the acceptance rates of levels suggest.
-DEPTH_FACTOR = 3
 
 
 class AdaptiveLengthDrafter(CostModelDrafter):
     """A single method under the cost model: one drafter with a model, or several without.
 
     With a length policy other than `MeasuredPolicy`, it drafts in every round what the policy
-    allows, and the cost model only chooses the nodes to send. `policy` and verifier belong to the
+    allows, and the cost model only chooses the nodes to send. Policy and verifier are those of the
     first of `sources`.
     """
 
@@ -45,14 +38,12 @@ class AdaptiveLengthDrafter(CostModelDrafter):
         target: PreTrainedModel,
         key: Hashable,
         bounds: Bounds,
-        policy: LengthPolicy | None = None,
     ):
         has_cost = sources[0].drafter.num_forwards(1) > 0
         free, assistants = ([], sources) if has_cost else (sources, [])
         super().__init__(free, assistants, target, (sources[0].name, key), bounds)
         self._main = sources[0]
-        self._policy = policy if isinstance(policy, MeasuredPolicy) else None
-        self._drafts_always = policy is not None and self._policy is None
+        self._drafts_always = not isinstance(sources[0].policy, MeasuredPolicy | None)
 
     @property
     def counters(self) -> Mapping[str, int]:  # type: ignore[override]
@@ -73,58 +64,27 @@ class AdaptiveLengthDrafter(CostModelDrafter):
         """Return the drafter's verifier."""
         return self._main.drafter.make_verifier(processors, num_rows)
 
-    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """See `CostModelDrafter`."""
-        tree = super().draft(state, limits)
-        if self._policy is not None:
-            # Drop the reference cycle between drafter and policy, which would keep storage alive
-            # until the garbage collector runs.
-            self._policy.level_cost = None
-        if self.assistants:
-            # Levels that the policy did not draft do not count as failures.
-            self._main.limits = {row: self._main.tree.height(row) for row in limits}
-        return tree
-
-    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """See `CostModelDrafter`; also updates the policy."""
-        super().observe(verdict, output)
-        if self._policy is not None:
-            for row, accepted in self._main.accepted_levels.items():
-                height = self._main.tree.height(row)
-                self._policy.learn(row, height, accepted, len(verdict.tokens(row)))
-
     def _draft_depths(
         self, source: DraftSource, plan: PlannedRound, max_depths: Mapping[int, int]
     ) -> dict[int, int]:
-        """Return the planned depths, and more for a policy that stops by itself."""
+        """Return all levels for a policy that does not ask the cost model."""
         if self._drafts_always:
             return dict(max_depths)
-        if self._policy is None or source.drafter.depth_is_planned:
-            return super()._draft_depths(source, plan, max_depths)
-        depths = {row: depth for row, depth in plan.depths.get(source.name, {}).items() if depth}
-        if depths:
-            rows = len(max_depths)
-            self._policy.level_cost = partial(plan.level_cost, source, len(depths), rows)
-        return {
-            row: min(limit, DEPTH_FACTOR * depths.get(row, 0)) for row, limit in max_depths.items()
-        }
+        return super()._draft_depths(source, plan, max_depths)
 
 
 def adapt_length(
-    drafter: Drafter,
-    policy: LengthPolicy,
-    target: PreTrainedModel,
-    config: PolicyConfig,
-    nodes_per_level: int,
+    drafter: Drafter, target: PreTrainedModel, config: PolicyConfig, nodes_per_level: int
 ) -> AdaptiveLengthDrafter:
     """Return `drafter` under the cost model; for `nodes_per_level` see `DraftSource`."""
     depth = drafter.max_depth
     source = DraftSource(config.strategy, drafter, depth, nodes_per_level=nodes_per_level)
     max_nodes = getattr(config, "max_nodes", None) or depth
-    # A policy may exceed the length that it starts with.
-    source.depth = max(depth, policy.longest)
+    if source.policy is not None:
+        # A policy may exceed the length that it starts with.
+        source.depth = max(depth, source.policy.longest)
     bounds = Bounds(source.depth, max_nodes)
-    return AdaptiveLengthDrafter([source], target, config.batching, bounds, policy)
+    return AdaptiveLengthDrafter([source], target, config.batching, bounds)
 
 
 def can_measure(target: PreTrainedModel) -> bool:
@@ -161,4 +121,4 @@ def with_policy(
     drafter = make(config, policy=policy)
     if config.length_policy != MEASURED and not by_cost:
         return drafter
-    return adapt_length(drafter, policy, target, config, min(children, NODES_PER_LEVEL))
+    return adapt_length(drafter, target, config, min(children, NODES_PER_LEVEL))

@@ -26,6 +26,7 @@ from hf_spec.drafting.cost_model.acceptance_stats import (
     MEMORY_DECAY,
     AcceptanceStats,
     DraftMemory,
+    NodePriors,
 )
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.forward.model_cache import cached_per_model
@@ -282,7 +283,7 @@ class RoundTimes:
             {name: partial(self._read_seconds, name) for name in forwards},
         )
 
-    def memory(self, index: int, prior: tuple[float, float]) -> DraftMemory:
+    def memory(self, index: int, prior: NodePriors) -> DraftMemory:
         """Return the memory of draft source `index`; for `prior` see `DraftSource`."""
         if index not in self._memories:
             stats = AcceptanceStats.from_prior(prior, MEMORY_DECAY)

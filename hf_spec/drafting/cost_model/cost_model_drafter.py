@@ -18,8 +18,8 @@ from statistics import median_low
 from transformers import PreTrainedModel
 
 from hf_spec.backend.device.clock import clock_of
-from hf_spec.drafting.cost_model.acceptance_stats import DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import NUM_TIMINGS, Costs, RoundTimes, cached_times
+from hf_spec.drafting.cost_model.draft_source import DraftSource, MergedTree
 from hf_spec.drafting.cost_model.exploration import Backoff
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
 from hf_spec.drafting.cost_model.selection import (
@@ -31,6 +31,7 @@ from hf_spec.drafting.cost_model.selection import (
     choose_nodes,
     choose_sources,
 )
+from hf_spec.drafting.length_policy import MeasuredPolicy
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
@@ -39,6 +40,8 @@ from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.models.recurrent_layers import recurrent_share
 from hf_spec.engine.runner import ModelRunner
 
+# A length policy may draft this many times the depth that the acceptance rates of levels suggest.
+DEPTH_FACTOR = 3
 # Timed steps without a draft at the start of a generation, if their cost is not known; and most
 # steps that are run for them, of which some may be captured as a CUDA graph and are not timed.
 PLAIN_STEPS, MOST_PLAIN_STEPS = 2, 8
@@ -221,7 +224,10 @@ class CostModelDrafter(Drafter):
             depths = source.with_trials(depths, max_depths, cost, max(limits.values(), default=0))
             drafting_rows = [row for row, depth in depths.items() if depth]
             deepest, unread = max(depths.values(), default=0), source.unread(state, drafting_rows)
-            with self._timer.time_draft(source.name, drafter, deepest, unread):
+            with (
+                self._timer.time_draft(source.name, drafter, deepest, unread),
+                _level_cost(source, plan, len(trees)),
+            ):
                 source.draft(state, depths)
             self._counts[f"asked_{source.name}"] += len(drafting_rows)
             if not drafting_rows:
@@ -265,8 +271,7 @@ class CostModelDrafter(Drafter):
                 source.skip()
             return False
         for source in self.free:
-            depths = {row: min(n, source.useful_depth(row)) for row, n in max_depths.items()}
-            source.draft(state, depths)
+            source.draft(state, max_depths)
             source.merge_into(trees)
         return bool(self.free) and any(max_depths.values())
 
@@ -303,8 +308,29 @@ class CostModelDrafter(Drafter):
         self, source: DraftSource, plan: PlannedRound, max_depths: Mapping[int, int]
     ) -> dict[int, int]:
         """Return, per row, the depth to which an assistant drafts; 0 if it does not."""
-        depths = plan.depths.get(source.name, {})
-        if not source.drafter.depth_is_planned:
-            return {row: depths.get(row, 0) for row in max_depths}
-        # Few depths, since each is a CUDA graph.
-        return {row: min(most, round_up(depths.get(row, 0))) for row, most in max_depths.items()}
+        planned = plan.depths.get(source.name, {})
+        depths = {row: planned.get(row, 0) for row in max_depths}
+        if source.drafter.depth_is_planned:
+            # Few depths, since each is a CUDA graph.
+            depths = {row: round_up(depth) for row, depth in depths.items()}
+        elif isinstance(source.policy, MeasuredPolicy):
+            # It stops by itself.
+            depths = {row: DEPTH_FACTOR * depth for row, depth in depths.items()}
+        return {row: min(most, depths[row]) for row, most in max_depths.items()}
+
+
+@contextmanager
+def _level_cost(source: DraftSource, plan: PlannedRound, rows: int) -> Iterator[None]:
+    """Let a `MeasuredPolicy` of the source know what levels cost in the planned round."""
+    policy = source.policy
+    drafting = sum(depth > 0 for depth in plan.depths.get(source.name, {}).values())
+    if not isinstance(policy, MeasuredPolicy) or not drafting:
+        yield
+        return
+    policy.level_cost = partial(plan.level_cost, source, drafting, rows)
+    try:
+        yield
+    finally:
+        # A reference cycle, since the source refers to the policy, would keep storage alive until
+        # the garbage collector runs.
+        policy.level_cost = None

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from hf_spec.drafting.cost_model.acceptance_stats import DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs
+from hf_spec.drafting.cost_model.draft_source import DraftSource, MergedTree
 from hf_spec.drafting.length_policy import LevelCost
 
 # The expected saving must be this many times the time of reading: expected rates may be wrong, and

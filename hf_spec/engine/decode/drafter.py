@@ -76,6 +76,13 @@ class Drafter(CandidateGenerator, ABC):
         """
         return None
 
+    def draft_kind(self, row: int) -> Hashable:
+        """Return the kind of the last draft of `row`, if kinds differ in their acceptance rates.
+
+        Default: None.
+        """
+        return None
+
     @property
     def exclusive_tree(self) -> bool:
         """True if its trees cannot be merged with others: virtual nodes compute the next draft."""

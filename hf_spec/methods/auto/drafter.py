@@ -12,9 +12,9 @@ from hf_spec.adapters.published import MODELS, recognize
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.drafting.config import AssistantConfig
-from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
 from hf_spec.drafting.cost_model.cost_curves import Costs, check_timings
 from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter
+from hf_spec.drafting.cost_model.draft_source import DraftSource
 from hf_spec.methods.loading import read_once, strategy_of
 from hf_spec.methods.lookup.answer_store import LookupStore
 from hf_spec.methods.lookup.drafter import LookupConfig, find_store, lookup_sources

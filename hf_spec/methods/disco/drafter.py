@@ -141,7 +141,7 @@ def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: objec
     measures = is_open and can_measure(target)
     policy = MeasuredDiscoPolicy(disco) if measures else disco
     chain = draft.drafter(config, policy, target)
-    return adapt_length(chain, policy, target, config, nodes_per_level=1) if measures else chain
+    return adapt_length(chain, target, config, nodes_per_level=1) if measures else chain
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:

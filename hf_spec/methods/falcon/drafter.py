@@ -24,12 +24,12 @@ from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.drafting.config import AUTO, AssistantConfig, PolicyConfig
-from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
 from hf_spec.drafting.cost_model.adaptive_length_drafter import (
     adapt_length,
     resolve_config,
     selects_nodes_by_cost,
 )
+from hf_spec.drafting.cost_model.draft_source import NODES_PER_LEVEL
 from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import LevelConfig
 from hf_spec.drafting.rank_tree import RankTree, checked_tree, published_trees
@@ -63,7 +63,7 @@ def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> D
     if config.length_policy == MEASURED or by_cost:
         drafter = FalconDrafter(head, tree, policy, config.min_draft_tokens)
         config = replace(config, max_nodes=max_nodes or len(tree))
-        return adapt_length(drafter, policy, target, config, NODES_PER_LEVEL)
+        return adapt_length(drafter, target, config, NODES_PER_LEVEL)
     return FalconDrafter(head, tree, policy, config.min_draft_tokens, most_sent)
 
 

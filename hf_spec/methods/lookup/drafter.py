@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
 from hf_spec.drafting.cost_model.adaptive_length_drafter import AdaptiveLengthDrafter, can_measure
 from hf_spec.drafting.cost_model.cost_model_drafter import Bounds
+from hf_spec.drafting.cost_model.draft_source import DraftSource
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree
@@ -34,15 +34,10 @@ from hf_spec.methods.registry import register
 COPY_LENGTH, MAX_NODES = 7, 15
 # Longest draft where neither is configured.
 LONGEST = 16
-# Match lengths -> prior acceptance rates of the first and of further copied tokens. Measured on
-# SmolLM2-135M-Instruct (60 prompts of six tasks); a generation updates them.
-MATCH_PRIORS = {
-    range(1, 2): (0.2, 0.5),
-    range(2, 3): (0.5, 0.75),
-    range(3, 65): (0.8, 0.9),
-}
-# High, because drafts from earlier answers have probabilities of their own.
-STORE_PRIOR = (0.9, 0.9)
+# Kinds of drafts, by the length of the longest match: shortest length -> prior acceptance rates of
+# the first and of further copied tokens. Measured on answers of SmolLM2-135M-Instruct and
+# Qwen2.5-Coder-1.5B-Instruct to prompts of six tasks; a generation updates them.
+MATCH_PRIORS = {1: (0.25, 0.65), 2: (0.5, 0.75), 3: (0.7, 0.8), 8: (0.95, 0.95)}
 
 
 def _make(config: LookupConfig, target: PreTrainedModel, assistant: object) -> Drafter:
@@ -140,10 +135,15 @@ class LookupDrafter(Drafter):
         """Begin with an empty index per row."""
         lengths = range(self.config.min_match_length, self.config.match_length + 1)
         self._indexes = [_NgramIndex(lengths) for _ in state.tokens]
+        self._kinds = [0] * state.num_rows
 
     def restart(self, row: int) -> None:
         """Begin with an empty index for one row."""
         self._indexes[row] = _NgramIndex(self._indexes[row].lengths)
+
+    def draft_kind(self, row: int) -> int:
+        """Return the kind of the longest match in `MATCH_PRIORS`; 0 if there is none."""
+        return self._kinds[row]
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Return one tree of continuations per unfinished row."""
@@ -164,8 +164,11 @@ class LookupDrafter(Drafter):
         children: dict[tuple[int, int], int] = {}
         copied = min(self._copy_length, limit)
         branches = 0
+        index = self._indexes[row]
+        longest = index.longest_match(sequence)
+        self._kinds[row] = max((kind for kind in MATCH_PRIORS if kind <= longest), default=0)
         # Matches that add no node are skipped, up to a limit.
-        matches = islice(self._indexes[row].matches(sequence), 8 * self.config.max_matches)
+        matches = islice(index.matches(sequence), 8 * self.config.max_matches)
         for end in matches:
             if branches == self.config.max_matches:
                 break
@@ -205,23 +208,12 @@ class StoreLookupDrafter(AnswerRecorder, LookupDrafter):
 def lookup_sources(
     config: LookupConfig, longest: int, store: LookupStore | None = None
 ) -> list[DraftSource]:
-    """Return a source per range of match lengths, whose acceptance differs, and one for `store`."""
-    sources = []
-    for lengths, prior in MATCH_PRIORS.items():
-        shortest = max(lengths.start, config.min_match_length)
-        most = min(lengths.stop - 1, config.match_length)
-        if shortest <= most:
-            part = replace(
-                config,
-                match_length=most,
-                min_match_length=shortest,
-                copy_length=longest,
-                max_draft_tokens=2 * longest,
-            )
-            sources.append(DraftSource("lookup", LookupDrafter(part), longest, prior))
+    """Return a source for the sequence itself, and one for `store`."""
+    copies = replace(config, copy_length=longest, max_draft_tokens=2 * longest)
+    sources = [DraftSource("lookup", LookupDrafter(copies), longest, MATCH_PRIORS)]
     if store is not None:
         answers = AnswersDrafter(store, 2 * longest, longest, config.min_match_length)
-        sources.append(DraftSource("lookup", answers, longest, STORE_PRIOR))
+        sources.append(DraftSource("lookup", answers, longest))
     return sources
 
 
@@ -240,6 +232,11 @@ class _NgramIndex:
                 if end >= length:
                     self._ends[tuple(sequence[end - length : end])].append(end)
         self._indexed = max(self._indexed, len(sequence) - 1)
+
+    def longest_match(self, sequence: Sequence[int]) -> int:
+        """Return the length of the longest n-gram at the end that occurred before; 0 if none."""
+        found = (n for n in reversed(self.lengths) if tuple(sequence[-n:]) in self._ends)
+        return next(found, 0)
 
     def matches(self, sequence: Sequence[int]) -> Iterator[int]:
         """Yield the positions after n-grams equal to the last one; longer and later ones first."""

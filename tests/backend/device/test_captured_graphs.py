@@ -206,7 +206,7 @@ def test_length_policies_learn_the_times_of_replays(monkeypatch: pytest.MonkeyPa
         gpu.launch_seconds = LAUNCH
         model, draft = on_gpu(llama()), on_gpu(tiny_models.draft_model("llama"))
         inner: Any = make_drafter(config, model, draft)
-        drafter = adapt_length(inner, inner.policy, model, config, 1)
+        drafter = adapt_length(inner, model, config, 1)
         replays, captures, refusal = decode(model, drafter).target
     assert (replays > 0, captures > 1, refusal) == (True, True, None)
     assert timed[0] == (None, set()), "before the first capture"

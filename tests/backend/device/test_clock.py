@@ -135,7 +135,7 @@ def test_a_measured_draft_is_charged_for_what_it_queued(monkeypatch: pytest.Monk
         config = DraftConfig(max_draft_tokens=2)
         inner = Hasty(config, on_gpu(tiny_models.draft_model("llama")), LengthPolicy(2))
         model = on_gpu(tiny_models.build("llama"))
-        drafter = adapt_length(inner, inner.policy, model, config, 1)
+        drafter = adapt_length(inner, model, config, 1)
         assert isinstance(drafter, AdaptiveLengthDrafter)
         target = ModelRunner(model, 1)
         state = begun(gpu, 12)

@@ -11,16 +11,13 @@ import torch
 
 from hf_spec.drafting.cost_model.acceptance_stats import (
     LEVEL_PRIOR,
-    MAX_UNREAD,
     PRIOR_WEIGHT,
-    RETENTION,
     AcceptanceStats,
     DecayedRates,
     DraftMemory,
-    DraftSource,
     LevelRates,
-    MergedTree,
 )
+from hf_spec.drafting.cost_model.draft_source import MAX_UNREAD, RETENTION, DraftSource, MergedTree
 from hf_spec.drafting.cost_model.exploration import REST_PER_STEP
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState

@@ -18,9 +18,9 @@ from hf_spec.backend.device.capture import warm_ups
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.drafting.cost_model import cost_curves as round_costs
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
-from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
 from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter
+from hf_spec.drafting.cost_model.draft_source import DraftSource
 from hf_spec.drafting.cost_model.round_timer import RoundTimer
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState

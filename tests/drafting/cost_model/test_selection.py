@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs, Curve
+from hf_spec.drafting.cost_model.draft_source import NODES_PER_LEVEL, MergedTree
 from hf_spec.drafting.cost_model.selection import (
     SAVING_FACTOR,
     Horizon,

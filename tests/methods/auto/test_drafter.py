@@ -14,8 +14,8 @@ from torch import Tensor
 import hf_spec
 from hf_spec import AssistantError, AutoConfig, OptionError
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
-from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
 from hf_spec.drafting.cost_model.cost_model_drafter import CostModelDrafter
+from hf_spec.drafting.cost_model.draft_source import DraftSource
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.runner import ModelRunner
 from tests.falcon_reference import random_head
