@@ -16,11 +16,11 @@ MUTANTS = (
     Mutant(
         "a chain is credited with siblings",
         area="cost model",
-        file="hf_spec/drafting/cost_model/acceptance_stats.py",
+        file="hf_spec/drafting/cost_model/draft_source.py",
         old="child is not None and child == proposals[0]",
         new="child is not None",
         tests=(
-            "tests/drafting/cost_model/test_acceptance_stats.py",
+            "tests/drafting/cost_model/test_draft_source.py",
             "tests/methods/block/test_config.py::TestChainOrTree",
         ),
     ),
@@ -249,10 +249,10 @@ MUTANTS = (
     Mutant(
         "the new tokens of many rows count as reading",
         area="cost model",
-        file="hf_spec/drafting/cost_model/acceptance_stats.py",
+        file="hf_spec/drafting/cost_model/draft_source.py",
         old="return sum(lag for lag in lags if lag > MAX_UNREAD)",
         new="return max(sum(lags) - MAX_UNREAD, 0)",
-        tests=("tests/drafting/cost_model/test_acceptance_stats.py",),
+        tests=("tests/drafting/cost_model/test_draft_source.py",),
     ),
     Mutant(
         "a pass for all rows must pay for one of them",
@@ -289,10 +289,10 @@ MUTANTS = (
     Mutant(
         "a trial may take the rest of the answer",
         area="cost model",
-        file="hf_spec/drafting/cost_model/acceptance_stats.py",
+        file="hf_spec/drafting/cost_model/draft_source.py",
         old="tried = any(due) and REST_PER_STEP * cost <= steps_left",
         new="tried = any(due)",
-        tests=("tests/drafting/cost_model/test_acceptance_stats.py",),
+        tests=("tests/drafting/cost_model/test_draft_source.py",),
     ),
     Mutant(
         "all paths draw one token at a node",
@@ -364,9 +364,25 @@ MUTANTS = (
     Mutant(
         "a drafted level that was rejected counts as accepted",
         area="cost model",
-        file="hf_spec/drafting/cost_model/acceptance_stats.py",
+        file="hf_spec/drafting/cost_model/draft_source.py",
         old="stats.levels.count(depth, child is not None)",
         new="stats.levels.count(depth, True)",
-        tests=("tests/drafting/cost_model/test_acceptance_stats.py",),
+        tests=("tests/drafting/cost_model/test_draft_source.py",),
+    ),
+    Mutant(
+        "levels that a policy did not draft count as rejected",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/draft_source.py",
+        old="self.limits = {row: self.tree.height(row) for row in self.limits}",
+        new="pass",
+        tests=("tests/drafting/cost_model/test_draft_source.py",),
+    ),
+    Mutant(
+        "long matches count as acceptances of short ones",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/draft_source.py",
+        old="return self.drafter.draft_kind(row), depth, min(rank, RANK_KINDS - 1)",
+        new="return None, depth, min(rank, RANK_KINDS - 1)",
+        tests=("tests/drafting/cost_model/test_draft_source.py",),
     ),
 )

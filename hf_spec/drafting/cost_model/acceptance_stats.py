@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from hf_spec.drafting.cost_model.exploration import Exploration
 
@@ -15,7 +16,7 @@ DECAY = 0.95
 PRIOR_WEIGHT = 10.0
 # For drafters without probabilities: kind of draft -> prior of the first node at depth 1, and of
 # deeper ones.
-NodePriors = Mapping[Hashable, tuple[float, float]]
+NodePriors = Mapping[Any, tuple[float, float]]
 NODE_PRIOR = 0.5, 0.7
 ONE_PRIOR: NodePriors = MappingProxyType({None: NODE_PRIOR})
 # The prior of levels weighs less: a drafter that fails must be detected fast. The prior of a deeper

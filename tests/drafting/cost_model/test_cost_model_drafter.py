@@ -244,7 +244,7 @@ class TestLosses:
         assert sizes[measured.PLAIN_STEPS] > 1
         del sizes[:]
         machine.lost(right)
-        assert sizes[0] > 1
+        assert max(sizes[: measured.PLAIN_STEPS]) > 1
 
     def test_plain_steps_that_are_never_timed_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sizes: list[float] = []
@@ -302,7 +302,7 @@ class Load:
 
     def run(self, copies: Copies, rounds: int) -> tuple[list[float], list[int]]:
         """Return the speed of each round relative to plain steps, and its number of sent nodes."""
-        source = DraftSource("copies", copies, 8, (0.8, 0.9))
+        source = DraftSource("copies", copies, 8, {None: (0.8, 0.9)})
         drafter = CostModelDrafter([source], [], build("llama"), "load", Bounds(16, 40))
         ids = torch.tensor([[7, 8, 9]]).expand(self.rows, -1)
         state = GenerationState.create(ids, torch.ones_like(ids), StopRules([], self.rows))

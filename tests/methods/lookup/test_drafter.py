@@ -58,6 +58,22 @@ class TestOrder:
         assert tree.tokens[1:] == [40, 30]
 
 
+class TestKinds:
+    @pytest.mark.parametrize(
+        ("length", "kind"), [(0, 0), (1, 1), (2, 2), (3, 3), (7, 3), (8, 8), (11, 8)]
+    )
+    def test_the_longest_match_decides(self, length: int, kind: int) -> None:
+        repeated = range(40, 40 + length)
+        drafter = LookupDrafter(LookupConfig())
+        draft(start([5, *repeated, 6, 7, *repeated] if length else [5, 6, 7]), drafter)
+        assert drafter.draft_kind(0) == kind
+
+    def test_rows_differ(self) -> None:
+        drafter = LookupDrafter(LookupConfig())
+        draft(start([5, 6, 7, 5, 6], [7, 8, 7], [7, 8, 9]), drafter)
+        assert [drafter.draft_kind(row) for row in range(3)] == [2, 1, 0]
+
+
 class TestTrie:
     def test_common_prefixes_are_one_path(self) -> None:
         tree = draft(start((5, 6, 7, 8, 5, 6, 7, 9, 5, 6)), copy_length=2)
