@@ -39,8 +39,8 @@ def register(
         name: lower-case letters, digits and underscores.
         make_drafter: called with (config, target model, assistant) for every generation.
         make_for_auto: called with (target model, assistant, config of `auto`) when `auto` combines
-            the strategy with others; returns a drafter that samples nothing and proposes all that
-            it can. Default: the drafter of the config without options.
+            the strategy with others; returns a drafter that samples nothing and leaves the number
+            of nodes to `auto`. Default: the drafter of the config without options.
         aliases: further names, which `parse_strategy` accepts and `known_strategies` leaves out.
 
     Raises:

@@ -163,7 +163,7 @@ def make(strategy: str, simulation: Simulation, answer: Answer) -> Drafter:
         return make_drafter(LookupConfig(), TARGET, None)
     config = (DraftConfig() if strategy == "draft" else TreeConfig()).resolve(measures=True)
     if strategy == "auto":
-        config = wide_tree(AutoConfig())
+        config = wide_tree(AutoConfig()).resolve(measures=True)
     policy = make_policy(config, TARGET)
     inner = TraceDrafter(config, policy, simulation, answer)
     if strategy != "auto":

@@ -46,6 +46,11 @@ class AdaptiveLengthDrafter(CostModelDrafter):
         self._drafts_always = not isinstance(sources[0].policy, MeasuredPolicy | None)
 
     @property
+    def method(self) -> Drafter:
+        """The drafter of the method."""
+        return self._main.drafter
+
+    @property
     def counters(self) -> Mapping[str, int]:  # type: ignore[override]
         """Counters of the drafter and of the cost model."""
         return {**self._main.drafter.counters, **self._counts}

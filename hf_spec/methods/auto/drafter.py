@@ -12,6 +12,7 @@ from hf_spec.adapters.published import MODELS, recognize
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.drafting.config import AssistantConfig
+from hf_spec.drafting.cost_model.adaptive_length_drafter import AdaptiveLengthDrafter
 from hf_spec.drafting.cost_model.cost_curves import Costs, check_timings
 from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter
 from hf_spec.drafting.cost_model.draft_source import DraftSource
@@ -74,6 +75,9 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Cos
         earlier = sum(source.name.partition("-")[0] == strategy for source in assistants)
         name = f"{strategy}-{earlier + 1}" if earlier else strategy
         drafter = make_for_auto(strategy, target, item, config)
+        if isinstance(drafter, AdaptiveLengthDrafter):
+            # One cost model decides about all.
+            drafter = drafter.method
         assistants.append(DraftSource(name, drafter, longest))
     costs = None
     if config.timings is not None:

@@ -28,7 +28,7 @@ from hf_spec.common.errors import (
 from hf_spec.common.hub import load_named
 from hf_spec.drafting.config import AssistantConfig, StrategyConfig, shared_options
 from hf_spec.drafting.cost_model.adaptive_length_drafter import with_policy
-from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, make_policy
+from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
@@ -99,14 +99,12 @@ def make_drafter(config: DraftConfig, target: PreTrainedModel, assistant: object
 
 
 def wide_tree(config: AssistantConfig) -> TreeConfig:
-    """Return the tree that a draft model grows for `auto`, which chooses the nodes to send."""
-    tree = TreeConfig(length_policy=MEASURED, **shared_options(config))
-    return tree.resolve(measures=True)
+    """Return the tree that a draft model grows for `auto`."""
+    return TreeConfig(**shared_options(config))
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
-    config, draft = wide_tree(auto), find_draft("tree", assistant, target)
-    return draft.drafter(config, make_policy(config, target), target)
+    return make_drafter(wide_tree(auto), target, assistant)
 
 
 register("draft", make_drafter)(DraftConfig)

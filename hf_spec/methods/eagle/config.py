@@ -15,7 +15,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError, choices
-from hf_spec.drafting.config import AssistantConfig
 from hf_spec.drafting.cost_model.adaptive_length_drafter import with_policy
 from hf_spec.drafting.level_drafter import BeamConfig
 from hf_spec.engine.decode.drafter import Drafter
@@ -33,14 +32,7 @@ def _make(config: EagleConfig, target: PreTrainedModel, assistant: object) -> Dr
     return with_policy(config, target, partial(PairDrafter, head=head), config.shape.children)
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
-    # `auto` chooses the nodes to send.
-    return _make(
-        EagleConfig(max_draft_tokens=5, max_nodes=24, batching=auto.batching), target, assistant
-    )
-
-
-@register(STRATEGY, _make, _make_for_auto)
+@register(STRATEGY, _make)
 @dataclass(frozen=True)
 class EagleConfig(BeamConfig):
     """Options of an EAGLE head's drafts, a dynamic tree by default.

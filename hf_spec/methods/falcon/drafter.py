@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import AssistantError, OptionError
-from hf_spec.drafting.config import AUTO, AssistantConfig, PolicyConfig
+from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.cost_model.adaptive_length_drafter import (
     adapt_length,
     resolve_config,
@@ -67,13 +66,7 @@ def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> D
     return FalconDrafter(head, tree, policy, config.min_draft_tokens, most_sent)
 
 
-def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
-    # `auto` chooses the nodes to send.
-    whole = FalconConfig(length_policy="static", max_nodes=sys.maxsize, batching=auto.batching)
-    return _make(whole, target, assistant)
-
-
-@register("falcon", _make, _make_for_auto)
+@register("falcon", _make)
 @dataclass(frozen=True)
 class FalconConfig(PolicyConfig):
     """Options of a Falcon head's drafts; the length policy may stop them between passes.

@@ -43,11 +43,8 @@ def _make(config: GemmaAssistantConfig, target: PreTrainedModel, assistant: obje
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
-    # `auto` chooses the nodes to send.
-    whole = GemmaAssistantConfig(
-        max_draft_tokens=5, max_nodes=24, tree="dynamic", batching=auto.batching
-    )
-    return _make(whole, target, assistant)
+    tree = GemmaAssistantConfig(tree="dynamic", batching=auto.batching)
+    return _make(tree, target, assistant)
 
 
 @register(STRATEGY, _make, _make_for_auto)

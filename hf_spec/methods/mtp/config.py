@@ -28,9 +28,7 @@ def _make(config: MtpConfig, target: PreTrainedModel, assistant: object) -> Draf
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
-    # `auto` chooses the nodes to send.
-    config = MtpConfig(max_draft_tokens=3, max_nodes=16, tree="dynamic", batching=auto.batching)
-    return _make(config, target, assistant)
+    return _make(MtpConfig(tree="dynamic", batching=auto.batching), target, assistant)
 
 
 @register(STRATEGY, _make, _make_for_auto)
