@@ -31,6 +31,7 @@ from examples.studies.length_policies.traces import SCALE
 from hf_spec import AutoConfig, DraftConfig, LookupConfig, TreeConfig
 from hf_spec.backend.device.clock import Clock
 from hf_spec.common.files import write_json
+from hf_spec.common.tables import Table
 from hf_spec.drafting.cost_model import cost_model_drafter
 from hf_spec.drafting.cost_model.adaptive_length_drafter import adapt_length
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
@@ -51,6 +52,7 @@ from hf_spec.methods.registry import make_drafter
 DRAFT_COSTS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 NODE_COSTS = (0.005, 0.02, 0.08)
 FIXED_LENGTHS = range(17)
+STRATEGIES = ("draft", "tree", "lookup", "auto")
 
 
 @dataclass(frozen=True)
@@ -264,12 +266,49 @@ def study(
     }
 
 
+def compare(answers: Sequence[Answer], machine: Machine, num_seeds: int = 3) -> dict[str, Any]:
+    """Return the speedup of every strategy over `none` by task, after earlier answers.
+
+    Answers follow each other in order. Times are means over the seeds of the noise.
+    """
+    tasks = list(dict.fromkeys(answer.task for answer in answers))
+    totals = {name: dict.fromkeys(("none", *STRATEGIES), 0.0) for name in (*tasks, "all")}
+    for strategy, seed in itertools.product(STRATEGIES, range(num_seeds)):
+        times = study(answers, machine, strategy, cold=False, seed=seed)["times"]
+        for answer, time in zip(answers, times, strict=True):
+            for name in (answer.task, "all"):
+                totals[name][strategy] += time / num_seeds
+    for answer in answers:
+        for name in (answer.task, "all"):
+            totals[name]["none"] += fixed_time(answer, machine, 0)
+    speedups = {
+        name: {strategy: of["none"] / time for strategy, time in of.items()}
+        for name, of in totals.items()
+    }
+    return {**asdict(machine), "speedups": speedups}
+
+
+def comparison_table(cells: Sequence[dict[str, Any]]) -> str:
+    """Return Markdown: per machine and task the speedups, and `auto` over the best other one."""
+    rows = []
+    for cell in cells:
+        for task, speedups in cell["speedups"].items():
+            best = max(speedups[name] for name in STRATEGIES if name != "auto")
+            values = [f"{speedups[name]:.2f}" for name in STRATEGIES]
+            machine = f"{cell['draft_cost']}, {cell['node_cost']}"
+            rows.append([machine, task, *values, f"{speedups['auto'] / best:.2f}"])
+    head = ["draft token, node", "task", *STRATEGIES, "auto over the best"]
+    return Table(head, rows).markdown()
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--assistant", required=True)
-    parser.add_argument("--strategy", default="draft", choices=("draft", "tree", "lookup", "auto"))
+    parser.add_argument("--strategy", default="draft", choices=STRATEGIES)
+    parser.add_argument("--compare", action="store_true", help="all strategies by task")
+    parser.add_argument("--draft-cost", type=float, action="append")
     parser.add_argument("--node-cost", type=float, action="append")
     parser.add_argument("--every", type=int, help="use every Nth answer only", default=1)
     parser.add_argument("--out", type=Path)
@@ -277,8 +316,16 @@ def main() -> None:
     torch.set_num_threads(1)
     answers = load(options.traces, options.assistant)[:: options.every]
     node_costs = options.node_cost or NODE_COSTS
+    draft_costs = options.draft_cost or DRAFT_COSTS
     cells = []
-    for cold, draft_cost, node_cost in itertools.product((True, False), DRAFT_COSTS, node_costs):
+    if options.compare:
+        machines = itertools.starmap(Machine, itertools.product(draft_costs, node_costs))
+        cells = [compare(answers, machine) for machine in machines]
+        print(comparison_table(cells))
+        if options.out:
+            write_json(options.out, {"assistant": options.assistant, "compared": cells})
+        return
+    for cold, draft_cost, node_cost in itertools.product((True, False), draft_costs, node_costs):
         cell = study(answers, Machine(draft_cost, node_cost), options.strategy, cold)
         cells.append(cell)
         print(
