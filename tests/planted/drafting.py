@@ -378,6 +378,14 @@ MUTANTS = (
         tests=("tests/drafting/cost_model/test_draft_source.py",),
     ),
     Mutant(
+        "a draft model reads the prompt before it is missed",
+        area="cost model",
+        file="hf_spec/drafting/cost_model/selection.py",
+        old="return missed >= MISSED_SHARE * reading",
+        new="return True",
+        tests=("tests/drafting/cost_model/test_selection.py",),
+    ),
+    Mutant(
         "long matches count as acceptances of short ones",
         area="cost model",
         file="hf_spec/drafting/cost_model/draft_source.py",

@@ -130,6 +130,7 @@ class CostModelDrafter(Drafter):
             memory = None if times is None else times.memory(index, source.prior)
             source.start(state.num_rows, memory)
         self._plain_steps = self._rounds = 0
+        self._missed_seconds: dict[str, float] = {}
         self._backoff = Backoff.after(0 if times is None else times.idle_drafts)
         self._round_start, self._round_seconds = -math.inf, 0.0
         self._free_seconds: float | None = None
@@ -212,7 +213,8 @@ class CostModelDrafter(Drafter):
         a draft that must be sent as it is, if there is one, and the expected drafting time.
         """
         reading = {s.name: self._reading_seconds(s, state, max_depths) for s in self.assistants}
-        horizon = Horizon(sum(limits.values()), reading)
+        missed = self._missed_seconds if self.free else None
+        horizon = Horizon(sum(limits.values()), reading, missed)
         plan = choose_sources(base, trees, self.assistants, max_depths, horizon)
         plain = PlannedRound(self._costs, len(trees), len(trees))
         if plan.rate < self._min_gain(len(trees)) * plain.rate:
@@ -232,6 +234,7 @@ class CostModelDrafter(Drafter):
             self._counts[f"asked_{source.name}"] += len(drafting_rows)
             if not drafting_rows:
                 continue
+            self._missed_seconds.pop(source.name, None)
             # The verifiers of such trees need them as they were drafted.
             if drafter.exclusive_tree or drafter.samples or drafter.rule is not None:
                 whole = source.tree

@@ -13,6 +13,7 @@ import torch
 from hf_spec.drafting.cost_model.cost_curves import Costs, Curve
 from hf_spec.drafting.cost_model.draft_source import NODES_PER_LEVEL, MergedTree
 from hf_spec.drafting.cost_model.selection import (
+    MISSED_SHARE,
     SAVING_FACTOR,
     Horizon,
     NodeLimits,
@@ -145,6 +146,26 @@ class TestHorizon:
         for reading, chosen in ((0.99 * saved, {"good": {0: 3}}), (1.01 * saved, {})):
             horizon = Horizon(50, {"good": reading})
             assert choose_sources(base, trees, [source], {0: 9}, horizon).depths == chosen
+
+    def test_beside_copied_text_it_first_misses_a_share_of_that_time(self) -> None:
+        known, trees = costs(0.01, good=0.2), {0: tree()}
+        base, _ = choose_nodes(known, trees, NodeLimits(40))
+        source: Any = Level("good", 0.9, 0.9, 0.9)
+        best = choose_sources(base, trees, [source], {0: 9}, Horizon())
+        missed_per_round = base.tokens * (1 / base.rate - 1 / best.rate)
+        missed: dict[str, float] = {}
+        horizon = Horizon(1000, {"good": 3.5 * missed_per_round / MISSED_SHARE}, missed)
+        rounds = [
+            bool(choose_sources(base, trees, [source], {0: 9}, horizon).depths) for _ in range(5)
+        ]
+        assert rounds == [False, False, False, True, True]
+        # Where everything is copied, nothing is missed.
+        missed.clear()
+        sure = {0: tree((0, 0.99), (1, 0.98), (2, 0.97))}
+        copied, _ = choose_nodes(known, sure, NodeLimits(40))
+        for _ in range(50):
+            assert not choose_sources(copied, sure, [source], {0: 9}, horizon).depths
+        assert not missed
 
 
 class TestSources:
