@@ -226,8 +226,8 @@ MUTANTS = (
         "a drafter that has not read the prompt is chosen as if reading took no time",
         area="cost model",
         file="hf_spec/drafting/cost_model/selection.py",
-        old="return saved >= SAVING_FACTOR * self.reading_seconds.get(name, 0.0)",
-        new="return saved >= 0.0",
+        old="if self.tokens * saved_per_token < SAVING_FACTOR * reading:",
+        new="if saved_per_token < 0.0:",
         tests=("tests/drafting/cost_model/test_selection.py",),
     ),
     Mutant(
