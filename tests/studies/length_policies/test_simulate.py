@@ -10,6 +10,8 @@ from examples.studies.length_policies.simulate import (
     SCALE,
     Answer,
     Machine,
+    compare,
+    comparison_table,
     fixed_time,
     study,
 )
@@ -89,3 +91,30 @@ def test_lookups_cost_nothing_where_nothing_repeats() -> None:
     ]
     texts = [Answer(t.task, t.prompt, t.tokens, [[0, 0]] * NEW_TOKENS) for t in texts]
     assert study(texts, Machine(0.1, 0.08), "lookup", cold=True)["worst_over_none"] < 1.01
+
+
+def copies_and_chance_matches() -> list[Answer]:
+    """Return answers that copy a long prompt, then others in which short matches mean nothing."""
+    rng = random.Random(5)
+    made = []
+    for task in ("copied", "new"):
+        for _ in range(4):
+            prompt = [rng.randrange(100, 1000) for _ in range(500)]
+            tokens = prompt[200 : 200 + NEW_TOKENS]
+            if task == "new":
+                prompt = [rng.randrange(100, 130) for _ in range(60)]
+                tokens = [rng.randrange(100, 130) for _ in range(NEW_TOKENS)]
+            proposals = [[token, 900] if rng.random() < 0.9 else [1000, 300] for token in tokens]
+            made.append(Answer(task, prompt, tokens, proposals))
+    return made
+
+
+def test_auto_beside_the_best_single_strategy() -> None:
+    cell = compare(copies_and_chance_matches(), Machine(0.33, 0.03), num_seeds=1)
+    assert set(cell["speedups"]) == {"copied", "new", "all"}
+    for speedups in cell["speedups"].values():
+        assert speedups["none"] == 1.0
+        assert speedups["auto"] >= 0.89 * max(speedups[n] for n in ("draft", "tree", "lookup"))
+    assert cell["speedups"]["copied"]["lookup"] > cell["speedups"]["copied"]["tree"]
+    assert cell["speedups"]["new"]["lookup"] < cell["speedups"]["new"]["tree"]
+    assert comparison_table([cell]).count("copied") == 1
