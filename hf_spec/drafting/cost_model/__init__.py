@@ -4,7 +4,8 @@ In every round it chooses which drafters run, to which depth, and which nodes th
 
 - Measured: seconds of the target's forward pass by number of nodes and of each draft by depth
   (`cost_curves`, `round_timer`), and acceptance rates by level and kind of node
-  (`acceptance_stats`). They come from the rounds themselves and are cached on the target model.
+  (`acceptance_stats`, `draft_source`). They come from the rounds themselves and are cached on the
+  target model.
 - Decision rule: the most expected accepted tokens per second (`selection`). A step without a draft
   is one of the options. Reading the prompt with a draft model is a one-time cost, apart from the
   cost of a draft.

@@ -146,7 +146,7 @@ def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: objec
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
     draft, policy = _load_parts(DiscoConfig(), target, assistant)
-    return draft.drafter(wide_tree(auto).resolve(measures=False), policy, target)
+    return draft.drafter(wide_tree(auto).resolve(measures=True), policy, target)
 
 
 @register("disco", _make_drafter, _make_for_auto)
