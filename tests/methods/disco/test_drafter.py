@@ -223,18 +223,15 @@ class TestGenerate:
     def test_the_adapter_names_the_draft_model(self, tmp_path: Path) -> None:
         model = build("llama")
         copy.deepcopy(draft_model("llama")).save_pretrained(tmp_path / "small")
-        # The cost model would decide by small differences of probabilities.
-        fixed: dict[str, Any] = {"max_draft_tokens": 4, "acceptance_threshold": 0.0}
         drafted = []
         for name, draft in (("a", {"truncated": 2}), ("b", "../small"), ("c", "small")):
             folder = tmp_path / name
             save_disco_adapter(folder, model, draft=draft)
             if draft == "small":
                 copy.deepcopy(draft_model("llama")).save_pretrained(folder / "small")
-            config = DiscoConfig(**fixed)
-            output = self.generate(spec_strategy=config, assistant=str(folder))
+            output = self.generate(spec_strategy="disco", assistant=str(folder))
             drafted.append(output.spec_stats.drafted_by_position)
-        config = DiscoConfig(adapter=str(tmp_path / "a"), **fixed)
+        config = DiscoConfig(adapter=str(tmp_path / "a"))
         output = self.generate(spec_strategy=config, assistant=draft_model("llama"))
         drafted.append(output.spec_stats.drafted_by_position)
         assert drafted[0] == drafted[1] == drafted[2] == drafted[3] != []
