@@ -45,7 +45,7 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.methods.draft_model.loading import wide_tree
+from hf_spec.methods.draft_model.loading import tree_for_auto
 from hf_spec.methods.lookup.drafter import lookup_sources
 from hf_spec.methods.registry import make_drafter
 
@@ -165,7 +165,7 @@ def make(strategy: str, simulation: Simulation, answer: Answer) -> Drafter:
         return make_drafter(LookupConfig(), TARGET, None)
     config = (DraftConfig() if strategy == "draft" else TreeConfig()).resolve(measures=True)
     if strategy == "auto":
-        config = wide_tree(AutoConfig()).resolve(measures=True)
+        config = tree_for_auto(AutoConfig()).resolve(measures=True)
     policy = make_policy(config, TARGET)
     inner = TraceDrafter(config, policy, simulation, answer)
     if strategy != "auto":
@@ -317,7 +317,6 @@ def main() -> None:
     answers = load(options.traces, options.assistant)[:: options.every]
     node_costs = options.node_cost or NODE_COSTS
     draft_costs = options.draft_cost or DRAFT_COSTS
-    cells = []
     if options.compare:
         machines = itertools.starmap(Machine, itertools.product(draft_costs, node_costs))
         cells = [compare(answers, machine) for machine in machines]
@@ -325,6 +324,7 @@ def main() -> None:
         if options.out:
             write_json(options.out, {"assistant": options.assistant, "compared": cells})
         return
+    cells = []
     for cold, draft_cost, node_cost in itertools.product((True, False), draft_costs, node_costs):
         cell = study(answers, Machine(draft_cost, node_cost), options.strategy, cold)
         cells.append(cell)

@@ -324,7 +324,7 @@ class CostModelDrafter(Drafter):
 
 @contextmanager
 def _level_cost(source: DraftSource, plan: PlannedRound, rows: int) -> Iterator[None]:
-    """Let a `MeasuredPolicy` of the source know what levels cost in the planned round."""
+    """Set the costs of levels in the planned round, if the source has a `MeasuredPolicy`."""
     policy = source.policy
     drafting = sum(depth > 0 for depth in plan.depths.get(source.name, {}).values())
     if not isinstance(policy, MeasuredPolicy) or not drafting:

@@ -55,8 +55,6 @@ class DraftSource:
         explorations: per row, when to draft although it is not expected to pay.
         read: per row the length of its text at its last draft.
         sizes: per row the nodes of its last draft, root excluded.
-        accepted_levels: per row the levels of the last draft that the target's tokens follow,
-            whether or not these nodes were verified.
     """
 
     name: str
@@ -176,11 +174,9 @@ class DraftSource:
         other one on its own draft.
         """
         accepted: list[list[int]] = [[] for _ in verdict.accepted]
-        self.accepted_levels = {}
         for row, limit in self.limits.items():
             tokens = verdict.tokens(row)
             path = self._count_trials(row, tokens, limit)
-            self.accepted_levels[row] = len(path)
             accepted[row] = path[: len(verdict.accepted[row])]
             if isinstance(self.policy, MeasuredPolicy):
                 self.policy.learn(row, limit, len(path), len(tokens))

@@ -33,7 +33,7 @@ from hf_spec.methods.draft_model.loading import (
     LoadedDraft,
     find_draft,
     resolve_draft_model,
-    wide_tree,
+    tree_for_auto,
 )
 from hf_spec.methods.draft_model.truncated import PREFIX
 from hf_spec.methods.loading import find_assistant
@@ -146,7 +146,7 @@ def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: objec
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
     draft, policy = _load_parts(DiscoConfig(), target, assistant)
-    return draft.drafter(wide_tree(auto).resolve(measures=True), policy, target)
+    return draft.drafter(tree_for_auto(auto).resolve(measures=True), policy, target)
 
 
 @register("disco", _make_drafter, _make_for_auto)

@@ -98,13 +98,13 @@ def make_drafter(config: DraftConfig, target: PreTrainedModel, assistant: object
     return with_policy(config, target, make, config.shape.children)
 
 
-def wide_tree(config: AssistantConfig) -> TreeConfig:
+def tree_for_auto(config: AssistantConfig) -> TreeConfig:
     """Return the tree that a draft model grows for `auto`."""
     return TreeConfig(**shared_options(config))
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, auto: AssistantConfig) -> Drafter:
-    return make_drafter(wide_tree(auto), target, assistant)
+    return make_drafter(tree_for_auto(auto), target, assistant)
 
 
 register("draft", make_drafter)(DraftConfig)

@@ -168,7 +168,7 @@ class LookupDrafter(Drafter):
         longest = index.longest_match(sequence)
         self._kinds[row] = max((kind for kind in MATCH_PRIORS if kind <= longest), default=0)
         # Matches that add no node are skipped, up to a limit.
-        matches = islice(index.matches(sequence), 8 * self.config.max_matches)
+        matches = islice(index.matches(sequence, longest), 8 * self.config.max_matches)
         for end in matches:
             if branches == self.config.max_matches:
                 break
@@ -220,7 +220,7 @@ def lookup_sources(
 class _NgramIndex:
     """Index of the end positions of all n-grams of a growing sequence, for some lengths n."""
 
-    def __init__(self, lengths: Sequence[int]):
+    def __init__(self, lengths: range):
         self.lengths = lengths
         self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self._indexed = 0
@@ -238,10 +238,13 @@ class _NgramIndex:
         found = (n for n in reversed(self.lengths) if tuple(sequence[-n:]) in self._ends)
         return next(found, 0)
 
-    def matches(self, sequence: Sequence[int]) -> Iterator[int]:
-        """Yield the positions after n-grams equal to the last one; longer and later ones first."""
+    def matches(self, sequence: Sequence[int], longest: int) -> Iterator[int]:
+        """Yield the positions after n-grams equal to the last one; longer and later ones first.
+
+        `longest` is the result of `longest_match`.
+        """
         seen: set[int] = set()
-        for length in reversed(self.lengths):
+        for length in range(longest, self.lengths.start - 1, -1):
             for end in reversed(self._ends.get(tuple(sequence[-length:]), [])):
                 if end not in seen:
                     seen.add(end)
