@@ -77,6 +77,13 @@ class StrategyConfig:
         options = type(self).__dataclass_fields__
         return all(getattr(self, name) == options[name].default for name in self.sizes)
 
+    def for_short_texts(self) -> Self:
+        """Return the config for texts of a few tokens, in which drafts that pay may be rare.
+
+        It differs if the sizes of drafts follow from times: they are fixed, or drafts are cheap.
+        """
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """Return the options and the strategy's name as JSON values."""
         return {"strategy": self.strategy, **dataclasses.asdict(self)}
@@ -209,6 +216,10 @@ class PolicyConfig(StrategyConfig):
     def selects_nodes_by_cost(self) -> bool:
         """True if the cost model chooses the nodes of a tree to send."""
         return getattr(self, "max_nodes", None) == AUTO
+
+    def for_short_texts(self) -> Self:
+        """Return the config with fixed sizes, see `StrategyConfig`."""
+        return self.resolve(measures=False)
 
     def resolve(self, measures: bool) -> Self:
         """Return the config with policy and sizes filled in, by measured times if `measures`."""

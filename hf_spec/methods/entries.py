@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from hf_spec.common.errors import AssistantError, OptionError
-from hf_spec.drafting.config import PolicyConfig, StrategyConfig
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.methods.loading import find_assistant
 from hf_spec.methods.registry import make_drafter, parse_strategy
 
@@ -28,14 +28,9 @@ class Entry(NamedTuple):
         return {"spec_strategy": self.config, "assistant": self.assistant}
 
     @property
-    def with_fixed_sizes(self) -> Entry:
-        """The entry whose drafts have the sizes that it would have without measured times.
-
-        Drafts that are expected to pay may be rare in very short texts.
-        """
-        if not isinstance(self.config, PolicyConfig):
-            return self
-        return self._replace(config=self.config.resolve(measures=False))
+    def for_short_texts(self) -> Entry:
+        """The entry for texts of a few tokens, see `StrategyConfig.for_short_texts`."""
+        return self._replace(config=self.config.for_short_texts())
 
     @property
     def short_name(self) -> str:

@@ -16,6 +16,7 @@ from hf_spec import (
     StrategyConfig,
     TreeConfig,
 )
+from hf_spec.methods.auto.drafter import CHEAP_DRAFTS
 from hf_spec.methods.entries import (
     parse_entries,
     parse_entry,
@@ -47,14 +48,15 @@ def test_an_entry(text: str, config: StrategyConfig, assistant: str | None) -> N
     assert parse_entry(text) == (text, dataclasses.replace(config, compile=True), assistant)
 
 
-def test_fixed_sizes_replace_measured_ones_alone() -> None:
+def test_short_texts_replace_measured_sizes_alone() -> None:
     draft, tree = parse_entries(["draft@x", "tree:max_draft_tokens=3@x"])
     assert draft.config.leaves_sizes_open
-    assert not draft.with_fixed_sizes.config.leaves_sizes_open
-    assert draft.with_fixed_sizes.config.length_policy == "static"
-    assert tree.with_fixed_sizes.config.max_draft_tokens == 3
-    auto = parse_entry("auto")
-    assert auto.with_fixed_sizes is auto
+    assert not draft.for_short_texts.config.leaves_sizes_open
+    assert draft.for_short_texts.config.length_policy == "static"
+    assert tree.for_short_texts.config.max_draft_tokens == 3
+    none, auto = parse_entries(["none", "auto:max_nodes=5"])
+    assert none.for_short_texts == none
+    assert auto.for_short_texts.config == dataclasses.replace(auto.config, timings=CHEAP_DRAFTS)
 
 
 def test_an_unknown_strategy_or_option() -> None:

@@ -67,6 +67,9 @@ NUM_SLOWDOWNS = 5
 # at high loads every node costs, and the expected cost is low.
 GROWTH, MORE_NODES = 1.5, 7
 
+# Key of configured timings that stands for all drafters that are not named.
+OTHERS = "*"
+
 
 def interpolate(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
     """Return seconds for `size` on the line through the two sizes around it or nearest to it."""
@@ -230,9 +233,20 @@ class Costs:
     branch: float = 0.0
 
     @classmethod
-    def from_timings(cls, timings: Mapping[str, Any]) -> Costs:
-        """Return the costs of configured timings that passed `check_timings`."""
-        draft = {name: Curve([(0, 0.0), *points]) for name, points in timings["draft"].items()}
+    def from_timings(cls, timings: Mapping[str, Any], drafters: Sequence[str]) -> Costs:
+        """Return the costs of configured timings that passed `check_timings`.
+
+        Raises:
+            OptionError: if the timings lack a drafter.
+        """
+        known = timings["draft"]
+        points = {name: known.get(name, known.get(OTHERS)) for name in drafters}
+        if missing := [name for name in drafters if points[name] is None]:
+            raise OptionError(
+                f"timings['draft'] lacks {missing[0]!r}; it has "
+                f"{', '.join(map(repr, known)) or 'nothing'}"
+            )
+        draft = {name: Curve([(0, 0.0), *points[name]]) for name in drafters}
         return cls(Curve(timings["verify"]), draft)
 
 

@@ -119,7 +119,7 @@ def verify(
                 greedy[entry.name].append(GreedyOutput(prompt.id, prompt.task, new, tau, found))
                 progress()
         for entry in entries if shortest else ():
-            method = entry.with_fixed_sizes.method
+            method = entry.for_short_texts.method
             sampled[entry.name] = check_sampling(model, shortest, plan.sampling, **method)
             progress()
     return [

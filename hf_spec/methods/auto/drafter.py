@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.published import MODELS, recognize
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
-from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.drafting.config import AssistantConfig
 from hf_spec.drafting.cost_model.adaptive_length_drafter import AdaptiveLengthDrafter
-from hf_spec.drafting.cost_model.cost_curves import Costs, check_timings
+from hf_spec.drafting.cost_model.cost_curves import OTHERS, Costs, check_timings
 from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter
 from hf_spec.drafting.cost_model.draft_source import DraftSource
 from hf_spec.methods.loading import read_once, strategy_of
 from hf_spec.methods.lookup.answer_store import LookupStore
 from hf_spec.methods.lookup.drafter import LookupConfig, find_store, lookup_sources
 from hf_spec.methods.registry import make_for_auto, register
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Drafts cost nothing, and 500 nodes as much as a step. So a batch of 50 rows verifies nodes if they
+# are accepted in more than a tenth of the cases.
+CHEAP_DRAFTS = {"verify": [[1, 1.0], [501, 2.0]], "draft": {OTHERS: [[1, 0.0]]}}
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class AutoConfig(AssistantConfig):
             other machines. A dictionary with two keys: "verify" is a list of [nodes, seconds] of
             the target's forward pass; "draft" maps each assistant to a list of [depth, seconds].
             Assistants are named by their strategy ("tree", "disco", "falcon"), a second one of the
-            same strategy "tree-2".
+            same strategy "tree-2"; "*" stands for all that are not named.
     """
 
     adapter_methods = None
@@ -53,6 +60,10 @@ class AutoConfig(AssistantConfig):
         self.check_flags("across_answers")
         if self.timings is not None:
             check_timings(self.timings)
+
+    def for_short_texts(self) -> Self:
+        """Return the config with cheap drafts, see `StrategyConfig`."""
+        return replace(self, timings=CHEAP_DRAFTS)
 
 
 def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> CostModelDrafter:
@@ -81,13 +92,8 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Cos
         assistants.append(DraftSource(name, drafter, longest))
     costs = None
     if config.timings is not None:
-        costs, timed = Costs.from_timings(config.timings), config.timings["draft"]
         names = [source.name for source in assistants if not source.drafter.exclusive_tree]
-        if missing := [name for name in names if name not in timed]:
-            raise OptionError(
-                f"timings['draft'] lacks {missing[0]!r}; it has "
-                f"{', '.join(map(repr, timed)) or 'nothing'}"
-            )
+        costs = Costs.from_timings(config.timings, names)
     virtual_tokens = [s.drafter.virtual_tokens for s in assistants if s.drafter.virtual_tokens]
     if len(virtual_tokens) > 1:
         raise AssistantError(

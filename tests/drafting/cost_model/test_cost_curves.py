@@ -365,9 +365,14 @@ class TestTimings:
             check_timings(timings)
         del timings["draft"]["falcon"]
         check_timings(timings)
-        costs = Costs.from_timings(timings)
+        costs = Costs.from_timings(timings, ["tree"])
         assert costs.verify(6) == 1.5
         assert costs.draft["tree"](1) == 0.25
+
+    def test_costs_of_drafters_that_are_not_named(self) -> None:
+        timings = {"verify": [[1, 1.0]], "draft": {"tree": [[1, 0.5]], "*": [[2, 4.0]]}}
+        costs = Costs.from_timings(timings, ["tree", "falcon"])
+        assert (costs.draft["tree"](2), costs.draft["falcon"](1)) == (1.0, 2.0)
 
     @pytest.mark.parametrize(
         "timings",

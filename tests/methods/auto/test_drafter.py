@@ -313,6 +313,23 @@ class TestAssistants:
         for assistant, message in cases:
             refuse(message, error=AssistantError, spec_strategy="auto", assistant=assistant)
 
+    @pytest.mark.parametrize("name", ["tree", "falcon"])
+    def test_drafts_are_common_in_short_texts(self, name: str) -> None:
+        drafted = []
+        for config in (AutoConfig(timings=DEAR), AutoConfig(timings=DEAR).for_short_texts()):
+            output = build("llama").generate(
+                **prompts("llama", "one"),
+                max_new_tokens=3,
+                num_return_sequences=50,
+                do_sample=True,
+                return_dict_in_generate=True,
+                spec_strategy=config,
+                assistant=assistants(name),
+            )
+            drafted.append(output.spec_stats.drafted_tokens)
+        assert drafted[0] == 0
+        assert drafted[1] > 50
+
     def test_timings_must_know_the_assistants(self) -> None:
         config = AutoConfig(timings={"verify": [[1, 1.0]], "draft": {"falcon": [[1, 1.0]]}})
         with pytest.raises(OptionError, match=r"timings\['draft'\] lacks 'tree'; it has 'falcon'"):
