@@ -293,6 +293,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch, streams: bool = True) -> Iterator
             assert end.query(), "the device may not have come by"
             return 1000 * (end.time - self.time)
 
+    with torch.device("cpu"):
+        # PyTorch stores the functions to which such a block applies at the first call.
+        torch.empty(0)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "tensor", tensor)
         device_module = SimpleNamespace(Event=Event)
