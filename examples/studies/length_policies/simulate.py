@@ -222,11 +222,12 @@ def fixed_time(answer: Answer, machine: Machine, length: int) -> float:
     return spent
 
 
-def load(path: Path, assistant: str) -> list[Answer]:
-    """Read the answers of a record that have at least two tokens."""
+def load(path: Path, assistant: str, longest: int | None = None) -> list[Answer]:
+    """Read the first `longest` tokens of the answers of a record that have at least two."""
     answers = json.loads(gzip.decompress(path.read_bytes()))["answers"]
+    kept = slice(longest)
     return [
-        Answer(a["task"], a["prompt"], a["answer"], a["proposals"][assistant])
+        Answer(a["task"], a["prompt"], a["answer"][kept], a["proposals"][assistant][kept])
         for a in answers
         if len(a["answer"]) > 1
     ]
@@ -310,26 +311,34 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="all strategies by task")
     parser.add_argument("--draft-cost", type=float, action="append")
     parser.add_argument("--node-cost", type=float, action="append")
+    parser.add_argument(
+        "--read-cost", type=float, help="in draft tokens", default=Machine.read_cost
+    )
     parser.add_argument("--every", type=int, help="use every Nth answer only", default=1)
+    parser.add_argument("--longest", type=int, help="use so many tokens of an answer at most")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    answers = load(options.traces, options.assistant)[:: options.every]
+    answers = load(options.traces, options.assistant, options.longest)[:: options.every]
     node_costs = options.node_cost or NODE_COSTS
     draft_costs = options.draft_cost or DRAFT_COSTS
+    machines = [
+        Machine(draft_cost, node_cost, options.read_cost)
+        for draft_cost, node_cost in itertools.product(draft_costs, node_costs)
+    ]
     if options.compare:
-        machines = itertools.starmap(Machine, itertools.product(draft_costs, node_costs))
         cells = [compare(answers, machine) for machine in machines]
         print(comparison_table(cells))
         if options.out:
             write_json(options.out, {"assistant": options.assistant, "compared": cells})
         return
     cells = []
-    for cold, draft_cost, node_cost in itertools.product((True, False), draft_costs, node_costs):
-        cell = study(answers, Machine(draft_cost, node_cost), options.strategy, cold)
+    for cold, machine in itertools.product((True, False), machines):
+        cell = study(answers, machine, options.strategy, cold)
         cells.append(cell)
         print(
-            f"{'cold' if cold else 'warm'} draft {draft_cost:<5} node {node_cost:<6} "
+            f"{'cold' if cold else 'warm'} draft {machine.draft_cost:<5} "
+            f"node {machine.node_cost:<6} "
             f"best {cell['best_length']:>2} speedup {cell['speedup']:.2f} "
             f"over best fixed {cell['over_best_fixed']:.3f} "
             f"best of each {cell['over_best_of_each']:.3f} none {cell['over_none']:.3f} "
