@@ -76,8 +76,10 @@ def move(tensors: Iterable[Tensor]) -> None:
     collapse = _collapse()
     if collapse is not None:
         for first, end in page_runs((one.data_ptr(), one.nbytes) for one in tensors):
-            # Fails for parts of a run that belong to something else.
-            collapse(first, end - first)
+            # Fails at a page that belongs to something else, or that is in use at the moment.
+            if collapse(first, end - first):
+                for page in range(first, end, HUGE_PAGE):
+                    collapse(page, HUGE_PAGE)
 
 
 def page_runs(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

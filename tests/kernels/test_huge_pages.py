@@ -99,6 +99,26 @@ def test_move_keeps_contents_and_addresses() -> None:
     assert [(tensor.data_ptr(), int(tensor.sum())) for tensor in tensors] == before
 
 
+def test_one_page_that_cannot_move_does_not_keep_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensor = torch.ones(4 * HUGE_PAGE, dtype=torch.int8)
+    moved = set()
+
+    def collapse(address: int, nbytes: int) -> int:
+        """Stop at the first page of the tensor, like Linux where it finds no memory."""
+        for page in range(address, address + nbytes, HUGE_PAGE):
+            if page <= tensor.data_ptr():
+                return -1
+            moved.add(page)
+        return 0
+
+    monkeypatch.setattr(huge_pages, "_collapse", lambda: collapse)
+    move([tensor])
+    ((first, end),) = page_runs([(tensor.data_ptr(), tensor.nbytes)])
+    assert moved == set(range(first + HUGE_PAGE, end, HUGE_PAGE))
+
+
 @linux
 def test_moved_pages_are_huge() -> None:
     skip_without_huge_pages()
