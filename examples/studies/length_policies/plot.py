@@ -1,6 +1,8 @@
 """Plot the record of `simulate.py`: time over the best fixed length, by cost of a draft token.
 
-Run as `python -m examples.studies.length_policies.plot RECORD --out PICTURE`.
+Run as `python -m examples.studies.length_policies.plot RECORD --measured RECORD --out PICTURE`.
+Records of measurements are those of `examples.studies.full_table.by_prompt` with `draft` and two or
+more of its fixed lengths.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 TITLES = {
@@ -27,8 +30,42 @@ def series(cells: Sequence[Mapping[str, Any]], node_cost: float) -> tuple[list[f
     )
 
 
-def draw(record: Mapping[str, Mapping[str, Any]], out: Path) -> None:
-    """Draw one panel per draft model, with the policies before and after."""
+def measured(record: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the cost of a draft token, and the time of `draft` relative to the best length, in %.
+
+    The cost is the difference between the rounds of the shortest and the longest length, so that
+    reading the prompt does not count.
+    """
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for row in record["records"]:
+        rows.setdefault(row["contender"].partition("@")[0], []).append(row)
+    time = {
+        name: mean(min(r["seconds"]) / r["new_tokens"] for r in of) for name, of in rows.items()
+    }
+    fixed = {
+        int(name.partition("max_draft_tokens=")[2]): name
+        for name in rows
+        if name.startswith("draft:max_draft_tokens=")
+    }
+    shortest, longest = min(fixed), max(fixed)
+
+    def draft_seconds(length: int) -> float:
+        # A round yields tau + 1 tokens.
+        rounds = rows[fixed[length]]
+        return median(r["draft_seconds"] * (r["tau"] + 1) / r["new_tokens"] for r in rounds)
+
+    step = median(r["verify_seconds"] / r["new_tokens"] for r in rows["none"])
+    token = (draft_seconds(longest) - draft_seconds(shortest)) / (longest - shortest)
+    return token / step, 100 * (time["draft"] / min(time[name] for name in fixed.values()) - 1)
+
+
+def draw(
+    record: Mapping[str, Mapping[str, Any]], measurements: Sequence[Mapping[str, Any]], out: Path
+) -> None:
+    """Draw one panel per draft model, with the policies before and after.
+
+    `measurements` are records of the first panel's models.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,8 +78,12 @@ def draw(record: Mapping[str, Mapping[str, Any]], out: Path) -> None:
         panel.axhline(0, color="gray", linewidth=0.8)
         panel.set_title(title, fontsize=9)
         panel.set_xlabel("draft token, in steps of the target")
+    if measurements:
+        points = zip(*map(measured, measurements), strict=True)
+        axes[0].plot(*points, linestyle="", marker="x", color="black", label="measured")
     axes[0].set_ylabel("time over best\nfixed length (%)")
-    axes[0].legend(frameon=False)
+    # The lines of the first panel leave no room.
+    axes[1].legend(*axes[0].get_legend_handles_labels(), frameon=False)
     figure.tight_layout()
     figure.savefig(out)
 
@@ -51,9 +92,13 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("record", type=Path)
+    parser.add_argument("--measured", type=Path, nargs="*", default=[])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    draw(json.loads(options.record.read_text("utf-8")), options.out)
+    record, *measurements = (
+        json.loads(path.read_text("utf-8")) for path in (options.record, *options.measured)
+    )
+    draw(record, measurements, options.out)
 
 
 if __name__ == "__main__":
