@@ -76,10 +76,15 @@ def move(tensors: Iterable[Tensor]) -> None:
     collapse = _collapse()
     if collapse is not None:
         for first, end in page_runs((one.data_ptr(), one.nbytes) for one in tensors):
-            # Fails at a page that belongs to something else, or that is in use at the moment.
-            if collapse(first, end - first):
-                for page in range(first, end, HUGE_PAGE):
-                    collapse(page, HUGE_PAGE)
+            pages = range(first, end, HUGE_PAGE)
+            inner = pages[1:-1]
+            # The pages at the ends fail if they belong to something else in part.
+            alone = {pages[0], pages[-1]}
+            if inner and collapse(inner.start, len(inner) * HUGE_PAGE):
+                # Linux stops at the first page for which it finds no memory.
+                alone.update(inner)
+            for page in alone:
+                collapse(page, HUGE_PAGE)
 
 
 def page_runs(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
