@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from examples.studies.full_table.by_prompt import Timed
+
 TITLES = {
     "qwen_coder_draft": "Qwen2.5-Coder 1.5B, draft 0.5B",
     "smollm2_draft": "SmolLM2-135M, trained 2 layers",
@@ -36,12 +38,10 @@ def measured(record: Mapping[str, Any]) -> tuple[float, float]:
     The cost is the difference between the rounds of the shortest and the longest length, so that
     reading the prompt does not count.
     """
-    rows: dict[str, list[Mapping[str, Any]]] = {}
-    for row in record["records"]:
-        rows.setdefault(row["contender"].partition("@")[0], []).append(row)
-    time = {
-        name: mean(min(r["seconds"]) / r["new_tokens"] for r in of) for name, of in rows.items()
-    }
+    rows: dict[str, list[Timed]] = {}
+    for row in (Timed(**fields) for fields in record["records"]):
+        rows.setdefault(row.contender.partition("@")[0], []).append(row)
+    time = {name: mean(row.per_token("seconds") for row in of) for name, of in rows.items()}
     fixed = {
         int(name.partition("max_draft_tokens=")[2]): name
         for name in rows
@@ -51,10 +51,12 @@ def measured(record: Mapping[str, Any]) -> tuple[float, float]:
 
     def draft_seconds(length: int) -> float:
         # A round yields tau + 1 tokens.
-        rounds = rows[fixed[length]]
-        return median(r["draft_seconds"] * (r["tau"] + 1) / r["new_tokens"] for r in rounds)
+        of = rows[fixed[length]]
+        return median(
+            (row.draft_seconds or 0.0) * ((row.tau or 0.0) + 1) / row.new_tokens for row in of
+        )
 
-    step = median(r["verify_seconds"] / r["new_tokens"] for r in rows["none"])
+    step = median((row.verify_seconds or 0.0) / row.new_tokens for row in rows["none"])
     token = (draft_seconds(longest) - draft_seconds(shortest)) / (longest - shortest)
     return token / step, 100 * (time["draft"] / min(time[name] for name in fixed.values()) - 1)
 

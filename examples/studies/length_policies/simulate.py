@@ -315,7 +315,7 @@ def main() -> None:
         "--read-cost", type=float, help="in draft tokens", default=Machine.read_cost
     )
     parser.add_argument("--every", type=int, help="use every Nth answer only", default=1)
-    parser.add_argument("--longest", type=int, help="use so many tokens of an answer at most")
+    parser.add_argument("--longest", type=int, help="first tokens of an answer to use")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

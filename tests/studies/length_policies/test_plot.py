@@ -34,8 +34,13 @@ def test_a_measurement() -> None:
     }
     records = [
         {
+            "prompt": "a",
             "contender": name,
             "seconds": [seconds, 20.0],
+            "elapsed": [seconds, 20.0],
+            "nodes": 1.0,
+            "counters": {},
+            "differences": [],
             "new_tokens": 10,
             "tau": tau,
             "draft_seconds": draft_seconds,
