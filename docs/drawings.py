@@ -71,7 +71,7 @@ def ragged_batch() -> str:
         for column in range(widest):
             fill = ROWS[row] if column < count else PADDING
             canvas.box(20 + column * cell, 36 + row * 26, size, fill)
-    canvas.text(150, 70, f"{len(new) * widest} places for {sum(new)} tokens")
+    canvas.text(150, 70, f"{len(new) * widest} positions for {sum(new)} tokens")
     canvas.text(20, 142, f"packed: one sequence of {sum(new)} tokens")
     x = 20
     for row, count in enumerate(new):

@@ -39,11 +39,11 @@ def published(
 
 
 def one_block(
-    model: PreTrainedModel, head: BlockHead, tokens: list[int], place: int, states: Tensor
+    model: PreTrainedModel, head: BlockHead, tokens: list[int], position: int, states: Tensor
 ) -> Tensor:
     """Return (b, width) outputs of the block whose context ends at a position, in plain torch."""
     weights = {name: weight.detach() for name, weight in head.named_parameters()}
     embedding = model.get_input_embeddings().weight  # type: ignore[union-attr]
     mask = head.shape.mask_token_id
-    block = embedding[[tokens[place + 1], *[mask] * (head.shape.block_size - 1)]]
-    return block_outputs(weights, states[: place + 1], block, KINDS)
+    block = embedding[[tokens[position + 1], *[mask] * (head.shape.block_size - 1)]]
+    return block_outputs(weights, states[: position + 1], block, KINDS)

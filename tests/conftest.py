@@ -55,8 +55,8 @@ LONGEST = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first, and mark tests as `full` by the rules of `tests/tiers.py`."""
-    place = {name: index for index, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+    order = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
     for item in items:
         if item.get_closest_marker("slow") is None:
             if not runs_by_default(item):

@@ -130,7 +130,7 @@ def drafted(
                 known[start] = extended(head, text, len(tokens) - len(features), before, ends)
             probs = head.head.draft_logits(known[start][-size:]).float().softmax(dim=-1)
             lists[start] = probs.sort(dim=-1, descending=True, stable=True)
-        chances, places = lists[start]
+        chances, indices = lists[start]
         slot, rank = len(path) - len(start) - 1, path[-1]
-        found[path] = int(head.head.tokens(places[slot, rank])), float(chances[slot, rank])
+        found[path] = int(head.head.tokens(indices[slot, rank])), float(chances[slot, rank])
     return found

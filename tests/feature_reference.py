@@ -393,16 +393,16 @@ def block_reference(
         block = outputs(tuple(tokens))
         state, bias = torch.zeros(RANK), None
         texts = [tokens[-1], *path]
-        places = list(range(0 if from_anchor else 1, BLOCK))[: len(texts)]
+        positions = list(range(0 if from_anchor else 1, BLOCK))[: len(texts)]
         if "markov_head.joint_proj.weight" in t and not from_anchor:
             _, state = markov_bias(t, tokens[-1], block[0], state)
         if "markov_head.markov_w1.weight" in t:
-            for token, place in zip(texts, places, strict=True):
-                bias, state = markov_bias(t, token, block[place], state)
-        few = t.get("lm_head.weight", own.weight) @ block[places[-1]]
+            for token, position in zip(texts, positions, strict=True):
+                bias, state = markov_bias(t, token, block[position], state)
+        few = t.get("lm_head.weight", own.weight) @ block[positions[-1]]
         few = few if bias is None else few + bias
         if "candidate_selector.predecessor_codebook" in t:
-            few = selected(t, few, block[places[-1]], texts[-1])
+            few = selected(t, few, block[positions[-1]], texts[-1])
         if "d2t" not in t:
             return few
         logits = torch.full((VOCAB,), float("-inf"))
@@ -434,8 +434,8 @@ def selected(t: Mapping[str, Tensor], logits: Tensor, output: Tensor, token: int
     before = t["candidate_selector.predecessor_codebook"][token]
     read = before * (t["candidate_selector.hidden_projection.weight"] @ output)
     found = torch.full_like(logits, -torch.inf)
-    for place in logits.argsort(descending=True)[:CANDIDATES]:
-        found[place] = logits[place] + read @ t["candidate_selector.successor_codebook"][place]
+    for index in logits.argsort(descending=True)[:CANDIDATES]:
+        found[index] = logits[index] + read @ t["candidate_selector.successor_codebook"][index]
     return found
 
 
@@ -449,13 +449,13 @@ def convolved(t: Mapping[str, Tensor], name: str, side: int, x: Tensor, normed: 
     kernel = t[name + "base_kernel"][side]
     groups = x.shape[1] // GROUP
     found = torch.zeros_like(x)
-    for place, state in enumerate(normed):
+    for index, state in enumerate(normed):
         deltas = (t[name + "kernel_projection.weight"] @ state).view(2, len(kernel), groups)[side]
-        for tap in range(min(len(kernel), place + 1)):
+        for tap in range(min(len(kernel), index + 1)):
             for group in range(groups):
                 channels = slice(group * GROUP, (group + 1) * GROUP)
                 factor = kernel[tap, channels] + deltas[tap, group]
-                found[place, channels] += factor * x[place - tap, channels]
+                found[index, channels] += factor * x[index - tap, channels]
     return found
 
 
@@ -468,16 +468,16 @@ def block_outputs(
     """Return (b, width) outputs of a block after a context of (T, n * H) states."""
     context = rms(states @ t["fc.weight"].T, t["hidden_norm.weight"])
     known, x = len(context), block
-    places = torch.arange(known + len(block))
+    positions = torch.arange(known + len(block))
     for layer, (window, causal) in enumerate(kinds):
         p = f"layers.{layer}."
         normed = rms(x, t[p + "input_layernorm.weight"])
         y = convolved(t, p + "attention_conv.", 0, normed, normed)
         both = torch.cat([context, y])
-        q = split(y, t, p, "q", places[known:])
-        k = split(both, t, p, "k", places).repeat_interleave(HEADS // KEYS, dim=0)
+        q = split(y, t, p, "q", positions[known:])
+        k = split(both, t, p, "k", positions).repeat_interleave(HEADS // KEYS, dim=0)
         v = split(both, t, p, "v", None).repeat_interleave(HEADS // KEYS, dim=0)
-        ahead = places[None] - places[known:, None]
+        ahead = positions[None] - positions[known:, None]
         hidden = (ahead > 0) & causal
         if window is not None:
             hidden = hidden | (ahead <= -window)
@@ -498,14 +498,14 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def split(
-    x: Tensor, t: Mapping[str, Tensor], prefix: str, name: str, places: Tensor | None
+    x: Tensor, t: Mapping[str, Tensor], prefix: str, name: str, positions: Tensor | None
 ) -> Tensor:
     """Return (heads, T, D) queries, keys or values; all but values are normed and rotated."""
     x = (x @ t[f"{prefix}self_attn.{name}_proj.weight"].T).view(len(x), -1, WIDTH).transpose(0, 1)
-    if places is None:
+    if positions is None:
         return x
     x = rms(x, t[f"{prefix}self_attn.{name}_norm.weight"])
-    angles = places[:, None] * 5000.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
+    angles = positions[:, None] * 5000.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
     cos, sin = (torch.cat([f, f], dim=-1) for f in (angles.cos(), angles.sin()))
     half = WIDTH // 2
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin

@@ -269,9 +269,9 @@ class Reference:
             text, features = torch.cat([text, torch.tensor([token])]), torch.cat([features, newest])
         return self.read(self.outputs(text, features)[-1])
 
-    def ids(self, places: Tensor) -> Tensor:
+    def ids(self, indices: Tensor) -> Tensor:
         """Return the target's token ids of the head's own ids."""
-        return places + self.t["d2t"][places] if "d2t" in self.t else places
+        return indices + self.t["d2t"][indices] if "d2t" in self.t else indices
 
     def probs(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
         """Return the (V,) distribution after a path, 0 for tokens that the head cannot draft."""

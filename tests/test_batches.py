@@ -65,7 +65,7 @@ def alone(name: str, eos: tuple[int, ...] = ()) -> list[list[int]]:
 @cache
 def ends(name: str) -> tuple[int, ...]:
     """Return EOS tokens that end about half of the responses, early or late."""
-    said = [answer[place] for answer, place in zip(alone(name), (3, 7, 11, 14) * 2, strict=False)]
+    said = [answer[index] for answer, index in zip(alone(name), (3, 7, 11, 14) * 2, strict=False)]
     return tuple(sorted(set(said)))
 
 

@@ -30,8 +30,8 @@ def said(name: str) -> Tensor:
     return output[:, batch["input_ids"].shape[1] :]
 
 
-def word(name: str, row: int, place: int) -> list[int]:
-    return [int(said(name)[row, place])]
+def word(name: str, row: int, position: int) -> list[int]:
+    return [int(said(name)[row, position])]
 
 
 KINDS: dict[str, Callable[[str], Any]] = {

@@ -35,10 +35,10 @@ def plain(model: Any, call: dict[str, Any]) -> Any:
 def changed(sequences: Tensor, row: int, new_token: int, token: int | None = None) -> Tensor:
     """Return a copy with another token at one position, and wrong tokens after it."""
     wrong = sequences.clone()
-    place = sequences.shape[1] - NEW_TOKENS + new_token
-    wrong[row, place:] = (wrong[row, place:] + 1) % VOCAB
+    position = sequences.shape[1] - NEW_TOKENS + new_token
+    wrong[row, position:] = (wrong[row, position:] + 1) % VOCAB
     if token is not None:
-        wrong[row, place] = token
+        wrong[row, position] = token
     return wrong
 
 

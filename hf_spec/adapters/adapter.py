@@ -127,9 +127,9 @@ class BaseModel:
         config: Any = model.config.get_text_config()
         embedding: Any = model.get_input_embeddings()
         size, width = embedding.weight.numel(), embedding.weight.shape[1]
-        places = torch.linspace(0, size - 1, FINGERPRINT_SIZE, dtype=torch.float64).long()
-        rows = weight_rows(embedding, places // width).float()
-        sample = rows.gather(1, (places % width)[:, None].to(rows.device))[:, 0].tolist()
+        indices = torch.linspace(0, size - 1, FINGERPRINT_SIZE, dtype=torch.float64).long()
+        rows = weight_rows(embedding, indices // width).float()
+        sample = rows.gather(1, (indices % width)[:, None].to(rows.device))[:, 0].tolist()
         return cls(
             base_name(model),
             config.hidden_size,

@@ -23,7 +23,7 @@ from hf_spec.adapters.adapter import (
     save_adapter,
 )
 from hf_spec.adapters.card import CARD_NAME, write_card
-from hf_spec.adapters.hub import Place, push_adapter
+from hf_spec.adapters.hub import HubRepo, push_adapter
 from hf_spec.adapters.quantized import dequantize
 from hf_spec.adapters.reading import read_json, read_tensors, regular_file
 from hf_spec.common.errors import AssistantError
@@ -75,8 +75,8 @@ class SpecAdapter(Adapter):
         missing. None is the main branch, and the stored token. Returns the URL of the commit.
         Raises `AssistantError` if the Hub cannot be reached, or rejects it.
         """
-        place = Place(repo_id, revision, token)
-        place.check()
+        repo = HubRepo(repo_id, revision, token)
+        repo.check()
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / repo_id.rpartition("/")[2]
             copy = replace(self, folder=folder, repo_id=None)
@@ -86,7 +86,7 @@ class SpecAdapter(Adapter):
                     (folder / name).write_bytes(regular_file(self.folder, name).read_bytes())
             if not (folder / CARD_NAME).exists():
                 write_card(copy)
-            return push_adapter(copy, place, private)
+            return push_adapter(copy, repo, private)
 
 
 def load_adapter(
@@ -103,8 +103,8 @@ def load_adapter(
     """
     folder, repo_id = Path(name), None
     if not folder.is_dir():
-        place = Place.of(os.fspath(name), revision, token)
-        folder, repo_id = place.fetch((CONFIG_NAME, WEIGHTS_NAME, CARD_NAME)), place.repo_id
+        repo = HubRepo.of(os.fspath(name), revision, token)
+        folder, repo_id = repo.fetch((CONFIG_NAME, WEIGHTS_NAME, CARD_NAME)), repo.repo_id
     config = _read_config(folder)
     if method is not None and config["method"] != method:
         raise AssistantError(
@@ -131,7 +131,7 @@ def is_adapter(name: object, revision: str | None = None, token: str | bool | No
     try:
         folder = Path(name)
         if not folder.is_dir():
-            folder = Place.of(os.fspath(name), revision, token).fetch((CONFIG_NAME,))
+            folder = HubRepo.of(os.fspath(name), revision, token).fetch((CONFIG_NAME,))
         return read_json(regular_file(folder, CONFIG_NAME)).get("peft_type") == PEFT_TYPE
     except AssistantError:
         return False

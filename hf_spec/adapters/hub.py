@@ -28,7 +28,7 @@ PUSHED = (
 
 
 @dataclass(frozen=True)
-class Place:
+class HubRepo:
     """A repository "owner/name" of the Hub; None for the main branch, and for the stored token."""
 
     repo_id: str
@@ -36,8 +36,8 @@ class Place:
     token: str | bool | None = None
 
     @classmethod
-    def of(cls, name: str, revision: str | None = None, token: str | bool | None = None) -> Place:
-        """Return the place of "owner/name" or "owner/name@revision"; raise for two revisions."""
+    def of(cls, name: str, revision: str | None = None, token: str | bool | None = None) -> HubRepo:
+        """Return that of "owner/name" or "owner/name@revision"; raise for two revisions."""
         repo_id, separator, named = name.partition("@")
         if separator and revision is not None:
             raise AssistantError(
@@ -77,7 +77,7 @@ class Place:
             ) from error
 
 
-def push_adapter(adapter: Adapter, place: Place, private: bool = False) -> str:
+def push_adapter(adapter: Adapter, repo: HubRepo, private: bool = False) -> str:
     """Push the files `PUSHED` of an adapter's folder in one commit; return the URL of the commit.
 
     The repository (`private` or not) and the branch are created if they are missing. Raises
@@ -89,20 +89,20 @@ def push_adapter(adapter: Adapter, place: Place, private: bool = False) -> str:
         if (folder / name).is_symlink() or (folder / name).exists():
             # A link would upload a file from elsewhere.
             regular_file(folder, name)
-    place.check()
+    repo.check()
     reach_hub()
-    api = HfApi(token=place.token)
+    api = HfApi(token=repo.token)
     try:
-        repo_id = api.create_repo(place.repo_id, private=private, exist_ok=True).repo_id
-        if place.revision is not None:
-            api.create_branch(repo_id, branch=place.revision, exist_ok=True)
+        repo_id = api.create_repo(repo.repo_id, private=private, exist_ok=True).repo_id
+        if repo.revision is not None:
+            api.create_branch(repo_id, branch=repo.revision, exist_ok=True)
         commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
-            revision=place.revision,
+            revision=repo.revision,
             allow_patterns=list(PUSHED),
             commit_message=f"hf_spec adapter of method {adapter.method}",
         )
     except (HfHubHTTPError, OSError, RuntimeError, ValueError) as error:
-        raise HubError(f"{folder} cannot be pushed to {place.repo_id!r}: {error}") from error
+        raise HubError(f"{folder} cannot be pushed to {repo.repo_id!r}: {error}") from error
     return commit.commit_url

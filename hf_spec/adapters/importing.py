@@ -18,7 +18,7 @@ from torch import Tensor
 from yaml import YAMLError
 
 from hf_spec.adapters.card import CARD_NAME, GENERATED
-from hf_spec.adapters.hub import Place
+from hf_spec.adapters.hub import HubRepo
 from hf_spec.adapters.published import CONFIG, MTP_INSIDE, not_a_head, recognize, write_published
 from hf_spec.adapters.reading import PICKLES, pickles_in, read_json, regular_file
 from hf_spec.common.errors import AssistantError
@@ -40,7 +40,7 @@ def import_head(name: str | os.PathLike[str], out: Path) -> Path:
     check_new_folder(out)
     folder = Path(name)
     if not folder.is_dir():
-        folder = Place.of(os.fspath(name)).fetch(FETCHED)
+        folder = HubRepo.of(os.fspath(name)).fetch(FETCHED)
     config = read_json(regular_file(folder, CONFIG))
     family = recognize(config)
     if family is None or family == MTP_INSIDE:

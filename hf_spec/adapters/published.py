@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import CARD_NAME
-from hf_spec.adapters.hub import Place
+from hf_spec.adapters.hub import HubRepo
 from hf_spec.adapters.reading import pickles_in, read_json, regular_file, tensors_of
 from hf_spec.common.errors import AssistantError
 from hf_spec.common.files import atomic_write, write_json
@@ -211,8 +211,8 @@ def _weight_files(folder: Path, name: str) -> list[str]:
         if (folder / file).exists():
             return [file]
     if (folder / INDEX).exists():
-        places = read_json(regular_file(folder, INDEX)).get("weight_map")
-        files = set(places.values()) if isinstance(places, dict) else set()
+        weight_map = read_json(regular_file(folder, INDEX)).get("weight_map")
+        files = set(weight_map.values()) if isinstance(weight_map, dict) else set()
         if not files or not all(isinstance(f, str) and f.endswith(".safetensors") for f in files):
             raise AssistantError(f"{folder / INDEX} has no weight_map with safetensors files")
         return sorted(files)
@@ -226,19 +226,19 @@ def _weight_files(folder: Path, name: str) -> list[str]:
 
 def _locate(name: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], str] | None:
     """Fetch a published drafter; return folder, config and family, or None if it is none."""
-    folder, place = Path(name), None
+    folder, repo = Path(name), None
     if not folder.is_dir():
-        place = Place.of(os.fspath(name))
-        folder = place.fetch((CONFIG,))
+        repo = HubRepo.of(os.fspath(name))
+        folder = repo.fetch((CONFIG,))
     if not (folder / CONFIG).exists():
         return None
     config = read_json(regular_file(folder, CONFIG))
     family = recognize(config)
     if family is None or family == MTP_INSIDE:
         return None
-    if place is not None:
+    if repo is not None:
         # The card names the license.
-        folder = place.fetch((CONFIG, CARD_NAME, INDEX, "*.safetensors"))
+        folder = repo.fetch((CONFIG, CARD_NAME, INDEX, "*.safetensors"))
     if family == "eagle" and not _says_eagle(config) and not _has_fc(folder, os.fspath(name)):
         return None
     return folder, config, family

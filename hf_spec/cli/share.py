@@ -122,6 +122,6 @@ def push(
         hf-spec push my-head OWNER/my-head --private
     """
     from hf_spec.adapters.folder import load_adapter
-    from hf_spec.adapters.hub import Place, push_adapter
+    from hf_spec.adapters.hub import HubRepo, push_adapter
 
-    typer.echo(push_adapter(load_adapter(folder), Place(repo_id, revision), private))
+    typer.echo(push_adapter(load_adapter(folder), HubRepo(repo_id, revision), private))

@@ -76,9 +76,9 @@ class DeviceGrowth(Growth):
         self._tokens: Tensor | None = None
         self._reach: Tensor | None = None
         self._bits: Tensor | None = None
-        # How the nodes follow from the pass before: the places of the rows in it, None for the
+        # How the nodes follow from the pass before: the indices of the rows in it, None for the
         # same; the entries that run now, None for all.
-        self._row_places: Tensor | None = None
+        self._row_indices: Tensor | None = None
         self._index: Tensor | None = None
 
     @property
@@ -133,7 +133,7 @@ class DeviceGrowth(Growth):
         if self._tokens is None:
             return torch.arange(len(self.rows))
         before = self._passes[self._number - 1]
-        rows, index, device = self._row_places, self._index, self._plans.device
+        rows, index, device = self._row_indices, self._index, self._plans.device
         entries = before.levels * before.num_ranks
         if rows is None:
             rows = torch.arange(len(self.rows), device=device)
@@ -185,11 +185,11 @@ class DeviceGrowth(Growth):
         if self._number == 1 and self._pass.plan.own_bits is not None:
             self._ends = self._constants.take(self._plans.ends)
         tokens, chances = self._queued[-1]
-        self._row_places = places = self._constants.take(self._pass.places)
-        if places is not None:
-            tokens, chances = tokens[places], chances[places]
-            self._reach = None if self._reach is None else self._reach[places]
-            self._bits = None if self._bits is None else self._bits[places]
+        self._row_indices = indices = self._constants.take(self._pass.row_indices)
+        if indices is not None:
+            tokens, chances = tokens[indices], chances[indices]
+            self._reach = None if self._reach is None else self._reach[indices]
+            self._bits = None if self._bits is None else self._bits[indices]
         self._choose(self._pass.plan, tokens, chances)
 
     def skip(self) -> None:
@@ -212,17 +212,17 @@ class DeviceGrowth(Growth):
         results = [(next(lists), next(lists)) for _ in self._passes]
         for number, (done, (tokens, chances)) in enumerate(zip(self._passes, results, strict=True)):
             picked = next(lists) if done.chooses else None
-            for place, row in enumerate(done.rows):
+            for index, row in enumerate(done.rows):
                 draft = self._drafts[row]
-                picks = done.plan.picks if picked is None else picked[place]
+                picks = done.plan.picks if picked is None else picked[index]
                 # A whole tree expands all of its frontier, and the first pass the root.
                 every = draft.shape.whole or not number
                 ran = None if every else [draft.last_level[pick] for pick in picks or []]
                 nodes = draft.begin_pass(ran)
                 drawn_from = None
                 if probs:
-                    drawn_from = probs[number].view(len(done.rows), done.plan.width, -1)[place]
-                draft.add_levels(nodes, NextLists(tokens[place], chances[place], drawn_from))
+                    drawn_from = probs[number].view(len(done.rows), done.plan.width, -1)[index]
+                draft.add_levels(nodes, NextLists(tokens[index], chances[index], drawn_from))
 
     @property
     def _kinds(self) -> list[tuple[Sequence[int], torch.dtype]]:

@@ -186,9 +186,9 @@ class LevelDrafter(Drafter):
         """Prepare on the host what `next_tokens` needs in the current pass; count it as run."""
         return None
 
-    def token_ids(self, places: Tensor) -> Tensor:
+    def token_ids(self, indices: Tensor) -> Tensor:
         """Return the token ids of columns of `probabilities`."""
-        return places if self.draft_vocab_ids is None else self.draft_vocab_ids[places]
+        return indices if self.draft_vocab_ids is None else self.draft_vocab_ids[indices]
 
     def scores(self, state: GenerationState, growth: Growth, probs: Tensor) -> Tensor | None:
         """Return (M,) float32, the length policy's scores of distributions; None without any."""
@@ -202,12 +202,12 @@ class LevelDrafter(Drafter):
         scores = self.scores(state, growth, probs) if self.policy_stops else None
         num_ranks = min(self.shape.num_ranks, probs.shape[-1])
         if self.samples:
-            places = draw(probs, num_ranks, growth.noise)
-            chances = probs.gather(-1, places)
+            indices = draw(probs, num_ranks, growth.noise)
+            chances = probs.gather(-1, indices)
         else:
-            chances, places = probs.topk(num_ranks, dim=-1)
+            chances, indices = probs.topk(num_ranks, dim=-1)
         return NextTokens(
-            self.token_ids(places)[:, None],
+            self.token_ids(indices)[:, None],
             chances[:, None],
             probs if self.samples else None,
             None if scores is None else scores[:, None],

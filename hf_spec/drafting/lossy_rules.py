@@ -80,8 +80,8 @@ class PathSampling(LongestPath):
             at = {path[depth]: (row, path) for row, path in alive}
             prefixes = [[tree.tokens[n] for n in path[1 : depth + 1]] for _, path in at.values()]
             scores = walk.scores_of([row for row, _ in at.values()], list(at), prefixes)
-            place = {node: index for index, node in enumerate(at)}
-            probs = scores.softmax(dim=-1)[[place[path[depth]] for _, path in alive]]
+            index_of = {node: index for index, node in enumerate(at)}
+            probs = scores.softmax(dim=-1)[[index_of[path[depth]] for _, path in alive]]
             drawn = draw_or_none(probs).tolist()
             depth += 1
             alive = [

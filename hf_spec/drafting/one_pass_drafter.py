@@ -42,12 +42,12 @@ class Proposals(ABC):
 
         Args:
             tokens: (M,) int64 of the nodes; the roots in the first call.
-            parents: (M,) int64, the place of each node's parent in the call before; of a root the
-                place of its row.
+            parents: (M,) int64, the index of each node's parent in the call before; of a root the
+                index of its row.
         """
 
     def _descend(self, parents: Tensor) -> tuple[Tensor, int]:
-        """Return (M,) int64 row places of the nodes of the next level, and that level, from 0."""
+        """Return (M,) int64 row indices of the nodes of the next level, and that level, from 0."""
         self._rows = parents if self._rows is None else self._rows[parents]
         self._level += 1
         return self._rows, self._level
@@ -163,14 +163,14 @@ class ProposalDrafter(LevelDrafter):
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Store the hidden states of the root and the accepted nodes, and update the policy."""
         super().observe(verdict, output)
-        kept_places = output.committed_indices(verdict)
+        kept_indices = output.committed_indices(verdict)
         spans = {
-            row: (self._root_positions[row] - len(output.pending.get(row, [])), len(places))
-            for row, places in kept_places.items()
+            row: (self._root_positions[row] - len(output.pending.get(row, [])), len(indices))
+            for row, indices in kept_indices.items()
         }
         states = [output.hidden[layer] for layer in self.head.hidden_layers]
-        all_places = [place for places in kept_places.values() for place in places]
-        (index,) = send([torch.tensor(all_places)], states[0].device)
+        all_indices = [index for indices in kept_indices.values() for index in indices]
+        (index,) = send([torch.tensor(all_indices)], states[0].device)
         self._runner.learn(spans, [state[index.to(state.device)] for state in states])
 
     def scores(self, state: GenerationState, growth: Growth, probs: Tensor) -> Tensor | None:

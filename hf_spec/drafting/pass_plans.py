@@ -46,7 +46,8 @@ class DevicePass:
 
     Attributes:
         rows: the A rows that grow.
-        places: (A,) int64, their places among the rows of the pass before; None for the same rows.
+        row_indices: (A,) int64, their indices among the rows of the pass before; None for the same
+            rows.
         depth: depth of the nodes, 0 for the roots.
         levels, num_ranks: number of levels that the pass predicts, and of tokens each.
         parents: of the nodes of this pass and of those before, the same in each row, the root
@@ -56,7 +57,7 @@ class DevicePass:
 
     rows: list[int]
     plan: PassPlan
-    places: Tensor | None
+    row_indices: Tensor | None
     depth: int
     levels: int
     num_ranks: int
@@ -110,11 +111,11 @@ class PassPlans:
         for plan in plans[1:]:
             before = passes[-1]
             depth = before.depth + before.levels
-            places = [place for place, row in enumerate(before.rows) if limits[row] > depth]
-            if not places:
+            kept = [number for number, row in enumerate(before.rows) if limits[row] > depth]
+            if not kept:
                 break
-            rows = [before.rows[place] for place in places]
-            index = None if len(rows) == len(before.rows) else torch.tensor(places)
+            rows = [before.rows[number] for number in kept]
+            index = None if len(rows) == len(before.rows) else torch.tensor(kept)
             first = len(before.parents) - before.plan.width
             picks = [0] * plan.width if plan.picks is None else plan.picks[:: before.levels]
             parents = [first + pick // (before.levels * num_ranks) for pick in picks]
@@ -125,7 +126,7 @@ class PassPlans:
 
     def constants(self, passes: Sequence[DevicePass]) -> list[Tensor]:
         """Return what the device reads to choose nodes, on the host, in the order of use."""
-        parts = [(p.places, p.plan.index, p.plan.own_bits) for p in passes[1:]]
+        parts = [(p.row_indices, p.plan.index, p.plan.own_bits) for p in passes[1:]]
         chooses = any(bits is not None for *_, bits in parts)
         ends = [self.ends] if chooses and self.ends is not None else []
         return [*ends, *(tensor for part in parts for tensor in part if tensor is not None)]
@@ -163,14 +164,14 @@ def _pass_picks(
             yield width, list(range(children)) if width == children else None
         return
     levels = shape.levels_per_pass
-    place_of: dict[Path, int] = {(): 0}
+    index_of: dict[Path, int] = {(): 0}
     for level in range(levels, depth, levels):
         nodes = [
             path
             for path in shape.tree.paths
             if len(path) == level
             and path in shape.tree.inner
-            and path[:-levels] in place_of
+            and path[:-levels] in index_of
             and max(path[-levels:]) < num_ranks
         ]
         if not nodes:
@@ -178,9 +179,9 @@ def _pass_picks(
         yield (
             len(nodes),
             [
-                (place_of[path[:-levels]] * levels + step) * num_ranks + rank
+                (index_of[path[:-levels]] * levels + step) * num_ranks + rank
                 for path in nodes
                 for step, rank in enumerate(path[-levels:])
             ],
         )
-        place_of = {path: place for place, path in enumerate(nodes)}
+        index_of = {path: number for number, path in enumerate(nodes)}

@@ -118,17 +118,17 @@ class TokenGraph:
         depth = [0]
         counter = 0
         heap: list[tuple[float, int, int, int, float]] = []
-        place, reach = 0, 1.0
+        index, reach = 0, 1.0
         while True:
-            if depth[place] < max_depth:
-                node = tree.nodes[place]
+            if depth[index] < max_depth:
+                node = tree.nodes[index]
                 for child, probability in self.edges[node]:
                     counter += 1
-                    heapq.heappush(heap, (-reach * probability, counter, place, child, probability))
+                    heapq.heappush(heap, (-reach * probability, counter, index, child, probability))
             if not heap or len(tree.nodes) > max_nodes:
                 return tree
             below, _, above, node, probability = heapq.heappop(heap)
-            place, reach = len(tree.nodes), -below
+            index, reach = len(tree.nodes), -below
             tree.tokens.append(self.tokens[node])
             tree.parents.append(above)
             tree.merged.append(self.parents[node] != tree.nodes[above])
@@ -159,7 +159,7 @@ class TokenGraph:
         return False
 
 
-def place_graph(
+def position_graph(
     root: int,
     tokens: Sequence[Sequence[int]],
     chances: Sequence[Sequence[float]],
@@ -175,9 +175,9 @@ def place_graph(
     """
     graph = TokenGraph([root])
     before = [0]
-    for place, likely in zip(tokens, chances, strict=True):
+    for position, likely in zip(tokens, chances, strict=True):
         after = []
-        for token, chance in zip(place, likely, strict=True):
+        for token, chance in zip(position, likely, strict=True):
             if chance > 0:
                 node = graph.add_node(before[0], token, chance)
                 for other in before[1:]:

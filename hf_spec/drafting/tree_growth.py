@@ -131,24 +131,24 @@ class RowGrowth:
 
     def add_levels(self, nodes: Sequence[int], lists: NextLists) -> None:
         """Add what follows the `nodes` of `begin_pass`, level by level; nothing follows -1."""
-        places = list(range(len(nodes)))
+        indices = list(range(len(nodes)))
         num_levels = min(len(lists.tokens[0]), self.max_levels - self.levels)
         self.levels += num_levels
         for level in range(num_levels):
             if level:
-                place_of = dict(zip(nodes, places, strict=True))
+                index_of = dict(zip(nodes, indices, strict=True))
                 nodes = list(self.frontier)
-                places = [place_of[self.graph.parents[node]] for node in nodes]
+                indices = [index_of[self.graph.parents[node]] for node in nodes]
                 self._begin_level(nodes)
-            for node, place in zip(nodes, places, strict=True):
-                tokens, chances = lists.tokens[place][level], lists.chances[place][level]
+            for node, index in zip(nodes, indices, strict=True):
+                tokens, chances = lists.tokens[index][level], lists.chances[index][level]
                 if node < 0:
                     self.last_level += [None] * len(tokens)
                     continue
                 if lists.scores is not None:
-                    self.scores[node] = lists.scores[place][level]
+                    self.scores[node] = lists.scores[index][level]
                 if lists.probs is not None:
-                    self.distributions[node] = lists.probs[place]
+                    self.distributions[node] = lists.probs[index]
                 self.last_level += self._add_children(node, tokens, chances)
             self._narrow()
 
@@ -192,8 +192,8 @@ class RowGrowth:
     def expanded_subtree(self) -> tuple[list[int], list[int]]:
         """Return the tokens of `expanded_nodes`, and where in that list their parents are."""
         nodes = self.expanded_nodes
-        places = {node: place for place, node in enumerate(nodes)}
-        parents = [places.get(self.pass_parent(node), -1) for node in nodes]
+        indices = {node: index for index, node in enumerate(nodes)}
+        parents = [indices.get(self.pass_parent(node), -1) for node in nodes]
         return [self.graph.tokens[node] for node in nodes], parents
 
     def _begin_level(self, nodes: Sequence[int]) -> None:
@@ -263,7 +263,7 @@ class Growth:
     def __init__(self, drafts: Mapping[int, RowGrowth]):
         self.depth = 0
         self._drafts = drafts
-        self._places = {(row, -1): place for place, row in enumerate(drafts)}
+        self._indices = {(row, -1): index for index, row in enumerate(drafts)}
         self._begin(list(drafts))
 
     @property
@@ -274,9 +274,9 @@ class Growth:
 
     @property
     def parents(self) -> Tensor:
-        """(M,) int64, which node of the pass before is the parent; of a root its place in rows."""
+        """(M,) int64, which node of the pass before is the parent; of a root its index in rows."""
         above = [(row, self._drafts[row].pass_parent(node)) for row, node in self._row_nodes]
-        return torch.tensor([self._places[owner] for owner in above])
+        return torch.tensor([self._indices[owner] for owner in above])
 
     @property
     def owners(self) -> list[int]:
@@ -327,7 +327,7 @@ class Growth:
 
     def advance(self, rows: Sequence[int]) -> None:
         """Go on to the next pass, with some of the `next_rows`."""
-        self._places = {owner: place for place, owner in enumerate(self._row_nodes)}
+        self._indices = {owner: index for index, owner in enumerate(self._row_nodes)}
         self._begin(rows)
 
     @property

@@ -1,7 +1,7 @@
 """Speculative methods, one folder each.
 
 ===============  ================  ======================  =============================  =========
-strategy         place             paper                   who drafts                     training
+strategy         folder            paper                   who drafts                     training
 ===============  ================  ======================  =============================  =========
 none             none.py           -                       no drafting, a baseline        -
 lookup           lookup/           arXiv 2304.04487        n-grams of the text            -

@@ -16,15 +16,15 @@ from hf_spec.training.responses import Response
 
 @dataclass(frozen=True)
 class Pairs:
-    """Texts as a head reads them, padded on the right, with the M places it learns from.
+    """Texts as a head reads them, padded on the right, with the M positions it learns from.
 
-    Output i predicts pair i + k, so the true feature and token of place i are those of pair i + k.
-    Padding has no effect: the answer of a learned place comes after its whole block.
+    Output i predicts pair i + k, so the true feature and token of position i are those of pair
+    i + k. Padding has no effect: the answer of a learned position comes after its whole block.
 
     Attributes:
         tokens: (B, T) int64, t_{i+1}.
         features: (B, T, n * H) in the stored dtype, h_i of n layers.
-        span: per text the first learned place and the end of the last.
+        span: per text the first learned position and the end of the last.
     """
 
     tokens: Tensor
@@ -33,25 +33,25 @@ class Pairs:
 
     @property
     def counts(self) -> list[int]:
-        """Number of learned places of each text."""
+        """Number of learned positions of each text."""
         return [stop - first for first, stop in self.span]
 
     @cached_property
     def rows(self) -> Tensor:
-        """(M,) int64 text of each learned place, text by text."""
+        """(M,) int64 text of each learned position, text by text."""
         rows = torch.arange(len(self.span)).repeat_interleave(torch.tensor(self.counts))
         return rows.to(self.tokens.device)
 
     @cached_property
-    def places(self) -> Tensor:
-        """(M,) int64 learned places."""
-        places = torch.cat([torch.arange(first, stop) for first, stop in self.span])
-        return places.to(self.tokens.device)
+    def positions(self) -> Tensor:
+        """(M,) int64 learned positions."""
+        positions = torch.cat([torch.arange(first, stop) for first, stop in self.span])
+        return positions.to(self.tokens.device)
 
     def has_level(self, level: int) -> Tensor:
-        """Return (M,) bool: learned places whose text goes on `level` tokens behind the answer."""
+        """Return (M,) bool: positions whose text goes on `level` tokens behind the answer."""
         stops = torch.tensor([stop for _, stop in self.span], device=self.tokens.device)
-        return self.places + level < stops[self.rows]
+        return self.positions + level < stops[self.rows]
 
 
 def cut_prompt(response: Response, max_context: int | None) -> int:
@@ -67,7 +67,7 @@ def read_pairs(
     layers: Sequence[int] = LAST,
     learn_prompts: bool = False,
 ) -> Pairs:
-    """Return texts as one batch; a learned place is one whose token t_{i+k+1} is of the answer.
+    """Return texts as one batch; a learned position is one whose token t_{i+k+1} is of the answer.
 
     At most `max_context` tokens of a prompt are read, and learned with `learn_prompts`. `target`
     computes missing features, from the states of `layers`; `block_size` is k.

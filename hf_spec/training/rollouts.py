@@ -71,28 +71,28 @@ class RolloutRecorder:
         self,
         tokens: Sequence[list[int]],
         generated: Sequence[int],
-        places: Mapping[int, Sequence[int]],
+        indices: Mapping[int, Sequence[int]],
         output: ForwardOutput,
     ) -> None:
-        """Record a round: `places` are each row's new tokens in the states of `output`.
+        """Record a round: `indices` are each row's new tokens in the states of `output`.
 
         `tokens` and `generated` are those of the `GenerationState` after the round.
         """
         with self._lock:
             by_text = {id(rollout.tokens): rollout for rollout in self._rollouts}
-            for row, row_places in places.items():
+            for row, row_indices in indices.items():
                 rollout = by_text.get(id(tokens[row]))
                 if rollout is None:
                     # The first round of a text has the states of all tokens but the last.
-                    if len(row_places) < len(tokens[row]) - 1:
+                    if len(row_indices) < len(tokens[row]) - 1:
                         continue
                     rollout = Rollout(tokens[row], len(tokens[row]) - generated[row])
                     self._rollouts.append(rollout)
-                states = [output.hidden[layer][list(row_places)] for layer in self.layers]
+                states = [output.hidden[layer][list(row_indices)] for layer in self.layers]
                 device = states[0].device
                 joined = torch.cat([state.to(device) for state in states], dim=-1)
                 rollout.states.append(joined.detach().to(torch.bfloat16))
-                self._num_tokens += len(row_places)
+                self._num_tokens += len(row_indices)
             while self._num_tokens > self._max_tokens and len(self._rollouts) > 1:
                 dropped = self._rollouts.popleft()
                 self._num_tokens -= sum(map(len, dropped.states))

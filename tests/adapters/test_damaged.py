@@ -132,12 +132,12 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
     return damage
 
 
-def one(change: Callable[[torch.Tensor], torch.Tensor], place: int) -> Damage:
-    """Return a damage that changes one floating-point tensor, by its index `place`."""
+def one(change: Callable[[torch.Tensor], torch.Tensor], index: int) -> Damage:
+    """Return a damage that changes one floating-point tensor, by its index `index`."""
 
     def damage(found: dict[str, torch.Tensor]) -> None:
         names = sorted(name for name, tensor in found.items() if tensor.is_floating_point())
-        name = names[place % len(names)]
+        name = names[index % len(names)]
         found[name] = change(found[name])
 
     return tensors(damage)
@@ -259,7 +259,7 @@ COMMON: dict[str, Damage | Damages] = {
     "method": each((None, 3, [], ""), "method"),
     "options": each((None, 3, [], "x", [["a", 1]]), "options"),
     "base": each((None, 3, [], "x", {}), "base"),
-    "a weight of NaN": {str(place): one(lambda t: t * NAN, place) for place in (0, 3)},
+    "a weight of NaN": {str(index): one(lambda t: t * NAN, index) for index in (0, 3)},
     "a weight infinite": one(lambda t: t.fill_(INF), 1),
     "a weight of integers": one(lambda t: t.int(), 0),
     "a weight of bytes": one(lambda t: t.to(torch.uint8), 1),
@@ -380,7 +380,7 @@ def cases(*tables: dict[str, dict[str, Damage | Damages]], common: Any = ()) -> 
 
     All values of one field form one case.
     """
-    found = [(METHODS[place % 4], *item) for place, item in enumerate(dict(common).items())]
+    found = [(METHODS[index % 4], *item) for index, item in enumerate(dict(common).items())]
     for table in tables:
         found += [(method, *item) for method, damages in table.items() for item in damages.items()]
     return [

@@ -17,7 +17,7 @@ from peft import PeftModel
 
 from hf_spec import AssistantError, SpecAdapter
 from hf_spec.adapters.folder import CONFIG_NAME, WEIGHTS_NAME, is_adapter, load_adapter
-from hf_spec.adapters.hub import PUSHED, Place, push_adapter
+from hf_spec.adapters.hub import PUSHED, HubRepo, push_adapter
 from tests.adapters.local_hub import LocalHub, Repository, local_hub
 from tests.adapters.samples import METHODS, drafted, fresh_model, plain, sample, save_sample
 from tests.tiny_models import build
@@ -53,7 +53,7 @@ def push(
     revision: str | None = None,
     private: bool = False,
 ) -> str:
-    return push_adapter(load_adapter(folder), Place(name, revision, token), private)
+    return push_adapter(load_adapter(folder), HubRepo(name, revision, token), private)
 
 
 class TestPush:
@@ -254,18 +254,18 @@ print(adapter.push_to_hub("org/copy"))
         assert "custom_generate/generate.py" in copy.commits[copy.branches["main"]]
 
 
-def test_a_place() -> None:
-    assert Place.of("org/a") == Place("org/a")
-    assert Place.of("org/a@v1", token="t") == Place("org/a", "v1", "t")
-    assert Place.of("org/a", "v1") == Place("org/a", "v1")
+def test_a_repository() -> None:
+    assert HubRepo.of("org/a") == HubRepo("org/a")
+    assert HubRepo.of("org/a@v1", token="t") == HubRepo("org/a", "v1", "t")
+    assert HubRepo.of("org/a", "v1") == HubRepo("org/a", "v1")
 
 
 def test_two_revisions() -> None:
     with pytest.raises(AssistantError, match="names a revision, and revision='v2' another one"):
-        Place.of("org/a@v1", "v2")
+        HubRepo.of("org/a@v1", "v2")
 
 
 @pytest.mark.parametrize("name", ["", "a/b/c", "..", "org/", "org/na me"])
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(AssistantError, match="cannot be pushed to"):
-        Place(name).check()
+        HubRepo(name).check()

@@ -26,11 +26,11 @@ class Planted:
         return Path.touch, (self.path,)
 
 
-def folder(place: Path, content: Any, config: Any = None) -> Path:
-    place.mkdir(exist_ok=True)
-    (place / "config.json").write_text(json.dumps(config or plain_config()))
-    torch.save(content, place / "pytorch_model.bin")
-    return place
+def folder(path: Path, content: Any, config: Any = None) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config or plain_config()))
+    torch.save(content, path / "pytorch_model.bin")
+    return path
 
 
 def test_a_head_is_converted(tmp_path: Path) -> None:

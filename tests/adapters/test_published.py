@@ -62,9 +62,9 @@ class TestRead:
 
     def test_shards(self, tmp_path: Path) -> None:
         folder = head(tmp_path, **{"a-1": {"x": torch.ones(2)}, "a-2": {"y": torch.zeros(1)}})
-        places = {"x": "a-1.safetensors", "y": "a-2.safetensors"}
+        weight_map = {"x": "a-1.safetensors", "y": "a-2.safetensors"}
         index = folder / "model.safetensors.index.json"
-        index.write_text(json.dumps({"weight_map": places}))
+        index.write_text(json.dumps({"weight_map": weight_map}))
         assert sorted(read_weights(folder, "a")) == ["x", "y"]
         assert sorted(read_weights(folder, "a", lambda key: key == "y")) == ["y"]
         for lie in ({"x": "../x.safetensors"}, {"x": "a.bin"}, {"x": 3}, {}, [1]):

@@ -135,13 +135,13 @@ def paths_told(drafter: OfTable, row: int) -> list[set[int]]:
         if row not in rows:
             break
         if sees is None:
-            for place in range(len(told), len(parents)):
-                told.append({place} | (told[parents[place]] if place else set()))
+            for index in range(len(told), len(parents)):
+                told.append({index} | (told[parents[index]] if index else set()))
             continue
         width = len(sees) // len(rows)
         for line in sees.unflatten(0, (-1, width))[rows.index(row)].tolist():
             bits = "".join(f"{byte:08b}"[::-1] for byte in line)
-            told.append({0} | {place + 1 for place, bit in enumerate(bits) if bit == "1"})
+            told.append({0} | {index + 1 for index, bit in enumerate(bits) if bit == "1"})
     return told
 
 
@@ -154,12 +154,12 @@ def test_nodes_see_what_they_descend_from(children: int, expanded: int) -> None:
     for row, ran in drafter.expanded_nodes.items():
         parents, told = drafter.graphs[row].parents, paths_told(drafter, row)
         assert len(told) == len(ran)
-        for place, node in enumerate(ran):
+        for index, node in enumerate(ran):
             path, above = set(), node
             while above >= 0:
                 path.add(ran.index(above))
                 above = parents[above]
-            assert told[place] == path
+            assert told[index] == path
         chosen += any(sees is not None for _, _, sees in drafter.seen)
     # The ancestry of chains and of complete trees is known in advance.
     assert (chosen > 0) == (children**4 > expanded)

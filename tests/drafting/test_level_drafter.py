@@ -35,8 +35,8 @@ class OfTable(LevelDrafter):
         self.asked.append(nodes_of(self, growth))
         return CHANCES.repeat(len(growth.owners), 1)
 
-    def token_ids(self, places: Tensor) -> Tensor:
-        return TOKENS[places]
+    def token_ids(self, indices: Tensor) -> Tensor:
+        return TOKENS[indices]
 
 
 def nodes_of(drafter: LevelDrafter, growth: Growth) -> list[tuple[int, int]]:
@@ -99,11 +99,11 @@ class OfBigrams(OfTable):
     def probabilities(self, state: Any, growth: Growth) -> Tensor:
         owners = nodes_of(self, growth)
         self.asked.append(owners)
-        places = [token // 10 - 1 for token in growth.tokens.tolist()]
+        indices = [token // 10 - 1 for token in growth.tokens.tolist()]
         at_root = (0.7, 0.3, 0.0, 0.0)
         lines = [
-            self.AFTER[place] if node else at_root
-            for place, (_, node) in zip(places, owners, strict=True)
+            self.AFTER[index] if node else at_root
+            for index, (_, node) in zip(indices, owners, strict=True)
         ]
         return torch.tensor(lines)
 

@@ -40,8 +40,8 @@ def test_rows_leave_where_their_drafts_end() -> None:
     passes = PassPlans(TreeShape(), [], CPU).passes({3: 2, 5: 3, 7: 1}, 1)
     assert [p.rows for p in passes] == [[3, 5, 7], [3, 5], [5]]
     assert [p.depth for p in passes] == [0, 1, 2]
-    places = [None if p.places is None else p.places.tolist() for p in passes]
-    assert places == [None, [0, 1], [1]]
+    row_indices = [None if p.row_indices is None else p.row_indices.tolist() for p in passes]
+    assert row_indices == [None, [0, 1], [1]]
     assert passes[-1].parents == [-1, 0, 1]
 
 
@@ -60,8 +60,8 @@ def test_constants_of_a_tree_whose_nodes_the_device_chooses(ends: list[int]) -> 
     plans = PassPlans(shape, ends, CPU)
     passes = plans.passes({0: 3, 1: 2}, 3)
     assert [p.chooses for p in passes] == [False, True, True]
-    *before, first, places, second = (tensor.tolist() for tensor in plans.constants(passes))
+    *before, first, kept, second = (tensor.tolist() for tensor in plans.constants(passes))
     assert before == ([ends] if ends else [])
     # Each node is visible to itself. The second row leaves before the third pass.
-    assert (first, places, second) == ([[1], [2]], [0], [[4], [8]])
+    assert (first, kept, second) == ([[1], [2]], [0], [[4], [8]])
     assert plans.constants(plans.passes({0: 1}, 3)) == []

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_spec.drafting.token_graph import TokenGraph, place_graph
+from hf_spec.drafting.token_graph import TokenGraph, position_graph
 
 CONTEXT = [9, 1, 2, 3]
 
@@ -118,9 +118,9 @@ def test_probabilities_are_those_of_the_edges() -> None:
     assert graph.spell_out().probs == graph.probs
     tree = graph.unmerge(max_nodes=30, max_depth=6)
     assert any(tree.merged)
-    for place in range(1, len(tree.tokens)):
-        edges = graph.edges[tree.nodes[tree.parents[place]]]
-        assert (tree.nodes[place], tree.probs[place]) in edges
+    for index in range(1, len(tree.tokens)):
+        edges = graph.edges[tree.nodes[tree.parents[index]]]
+        assert (tree.nodes[index], tree.probs[index]) in edges
 
 
 def test_never_has_a_cycle() -> None:
@@ -171,9 +171,9 @@ def check_best_paths(seed: int, merge_length: int | None) -> None:
     count = min(12, len(paths))
     tree = graph.unmerge(max_nodes=count, max_depth=5)
     spelled = []
-    for place in range(1, len(tree.tokens)):
+    for index in range(1, len(tree.tokens)):
         tokens: list[int] = []
-        node = place
+        node = index
         while node:
             tokens.insert(0, tree.tokens[node])
             node = tree.parents[node]
@@ -198,12 +198,12 @@ def test_a_merged_node_is_marked_and_keeps_the_probability_of_its_own_edge() -> 
     assert graph.add(shared, 4, 0.8) == 4
     assert graph.add(right, 3, 0.7) is None
     tree = graph.unmerge(max_nodes=10, max_depth=10)
-    merged = [place for place, flag in enumerate(tree.merged) if flag]
-    assert [tree.nodes[place] for place in merged] == [shared]
-    under = [place for place, above in enumerate(tree.parents) if above in merged]
-    assert [tree.tokens[place] for place in under] == [4]
-    assert [tree.probs[place] for place in merged] == [0.7]
-    assert [tree.probs[place] for place in under] == [0.8]
+    merged = [index for index, flag in enumerate(tree.merged) if flag]
+    assert [tree.nodes[index] for index in merged] == [shared]
+    under = [index for index, above in enumerate(tree.parents) if above in merged]
+    assert [tree.tokens[index] for index in under] == [4]
+    assert [tree.probs[index] for index in merged] == [0.7]
+    assert [tree.probs[index] for index in under] == [0.8]
 
 
 def test_own_path_is_never_merged_into() -> None:
@@ -225,15 +225,15 @@ def test_history_reaches_into_the_committed_text() -> None:
 
 def test_places_that_were_predicted_at_once() -> None:
     tokens, chances = [[1, 2], [3, 4], [5, 6]], [[0.6, 0.3], [0.5, 0.0], [0.9, 0.1]]
-    graph = place_graph(9, tokens, chances, ends=lambda token: token == 2)
+    graph = position_graph(9, tokens, chances, ends=lambda token: token == 2)
     tree = graph.unmerge(max_nodes=20, max_depth=3)
     found = {}
-    for place, token in enumerate(tree.tokens[1:], start=1):
-        above = found.get(tree.parents[place], ((), 1.0))
-        found[place] = (*above[0], token), above[1] * tree.probs[place]
+    for index, token in enumerate(tree.tokens[1:], start=1):
+        above = found.get(tree.parents[index], ((), 1.0))
+        found[index] = (*above[0], token), above[1] * tree.probs[index]
     # Token 2 ends the sequence, so it has no children. Token 4 has probability zero.
     assert dict(found.values()) == pytest.approx(
         {(1,): 0.6, (2,): 0.3, (1, 3): 0.3, (1, 3, 5): 0.27, (1, 3, 6): 0.03}
     )
-    every = place_graph(9, tokens, [[0.5, 0.5]] * 3, ends=lambda token: False)
+    every = position_graph(9, tokens, [[0.5, 0.5]] * 3, ends=lambda token: False)
     assert len(every.unmerge(max_nodes=100, max_depth=3).tokens) == 1 + 2 + 4 + 8

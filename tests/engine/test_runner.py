@@ -255,10 +255,10 @@ def hidden_of_nodes(model: PreTrainedModel, tree: DraftTree, layer: int) -> Tens
 
 def check_pending(model: PreTrainedModel, output: ForwardOutput, layer: int) -> None:
     for index, row in enumerate(SEQUENCES):
-        places = output.pending.get(index, [])
-        assert len(places) == len(row) - 1
+        indices = output.pending.get(index, [])
+        assert len(indices) == len(row) - 1
         plain = model(torch.tensor([row]), output_hidden_states=True).hidden_states[layer][0]
-        close(output.hidden[layer][places], plain[:-1])
+        close(output.hidden[layer][indices], plain[:-1])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -92,7 +92,7 @@ class StopOnEvent(StoppingCriteria):
 
 def ends(name: str) -> list[int]:
     """Return EOS tokens that some prompts generate early."""
-    return [alone(name, prompt)[place] for place, prompt in zip((4, 7), PROMPTS, strict=False)]
+    return [alone(name, prompt)[index] for index, prompt in zip((4, 7), PROMPTS, strict=False)]
 
 
 OPTIONS: dict[str, Any] = {

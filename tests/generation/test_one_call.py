@@ -266,8 +266,8 @@ def test_a_row_that_ends_early_leaves_the_cache_of_plain_generate(name: str, str
     """Plain `generate()` caches its last token and padding; the next turn attends to both."""
     model, prompt = tiny_models.build(name), tiny_models.prompts(name, "ragged")
     said = plain(name, **prompt)[:, -NEW_TOKENS:]
-    for place in (1, 4):
-        end = int(said[0, place])
+    for position in (1, 4):
+        end = int(said[0, position])
         theirs, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
         expected = plain(name, **prompt, eos_token_id=end, **{CACHE_NAME: theirs})
         output = speculate(name, strategy, **prompt, eos_token_id=end, **{CACHE_NAME: ours})

@@ -99,12 +99,12 @@ def make_case(
         return torch.tensor(numbers, dtype=torch.int32, device=device)
 
     lengths = [len(parents) for _, parents in rows]
-    used_places = [committed + len(parents) for committed, parents in rows]
-    tails = [used - prefix for used, prefix in zip(used_places, prefixes, strict=True)]
+    used_entries = [committed + len(parents) for committed, parents in rows]
+    tails = [used - prefix for used, prefix in zip(used_entries, prefixes, strict=True)]
     layout = RaggedLayout(
         slot=ints([num_slots - 1 - index for index in range(len(rows))]),
         query_start=ints([0, *accumulate(lengths)]),
-        num_keys=ints(used_places),
+        num_keys=ints(used_entries),
         prefix=ints(prefixes),
         bits=pack_bits(torch.stack(visible) if visible else torch.zeros(0, 1).bool()).to(device),
         position=ints(positions),

@@ -103,7 +103,7 @@ def test_what_attention_is_told() -> None:
     told.keys.point_to(buffer)
     storage: Storage = told.keys
     assert storage.numbers == buffer.data_ptr()
-    assert (storage.slot, storage.head, storage.place) == (105, 35, 7)
+    assert (storage.slot, storage.head, storage.entry) == (105, 35, 7)
 
 
 def test_what_is_no_program() -> None:

@@ -34,7 +34,7 @@ def moves_of(moves: Sequence[Move], device: torch.device | str = "cpu") -> Moves
     return Moves(
         ints([slot for slot, _, _ in moves]),
         ints([target for _, target, _ in moves]),
-        ints([place for _, _, sources in moves for place in sources]),
+        ints([entry for _, _, sources in moves for entry in sources]),
         ints(starts),
         max((len(sources) for _, _, sources in moves), default=0),
     )
@@ -124,7 +124,7 @@ def test_buffers_may_begin_anywhere(skipped: int, device: torch.device) -> None:
     [
         ({"slot": torch.zeros(1).long()}, TypeError, "moves.slot is torch.int64"),
         ({"target": torch.zeros(2).int()}, ValueError, "moves.target has shape"),
-        ({"max_sources": 5000}, ValueError, "a move of 5000 places"),
+        ({"max_sources": 5000}, ValueError, "a move of 5000 entries"),
         ({"buffers": [torch.zeros(1, 2, 3)]}, ValueError, r"buffers\[0\] has shape"),
         ({"buffers": [torch.zeros(1, 1, 4, 4).long()]}, TypeError, "is torch.int64"),
     ],

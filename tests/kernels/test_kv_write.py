@@ -13,7 +13,7 @@ from tests.compiler import needs_compiler
 from tests.kernels.moved import moved
 
 # Slot and cache index of seven tokens, in any order and with gaps; slot -1 skips a token.
-PLACES = [[0, 0, 2, -1, 1, 2, 0], [3, 4, 9, 1, 15, 0, 12]]
+SLOT_MAPPING = [[0, 0, 2, -1, 1, 2, 0], [3, 4, 9, 1, 15, 0, 12]]
 
 
 def states(heads: int = 2, head: int = 8, value_head: int = 6) -> dict[str, Tensor]:
@@ -23,17 +23,17 @@ def states(heads: int = 2, head: int = 8, value_head: int = 6) -> dict[str, Tens
         "value": torch.randn(7, heads, value_head),
         "keys": torch.full((3, heads, 16, head), torch.nan),
         "values": torch.full((3, heads, 16, value_head), torch.nan),
-        "place": torch.tensor(PLACES, dtype=torch.int32),
+        "slot_mapping": torch.tensor(SLOT_MAPPING, dtype=torch.int32),
     }
 
 
 def written(arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the expected contents of the buffers, computed by a loop."""
     keys, values = arguments["keys"].clone(), arguments["values"].clone()
-    for token, (slot, place) in enumerate(zip(*arguments["place"].tolist(), strict=True)):
+    for token, (slot, entry) in enumerate(zip(*arguments["slot_mapping"].tolist(), strict=True)):
         if slot >= 0:
-            keys[slot, :, place] = arguments["key"][token]
-            values[slot, :, place] = arguments["value"][token]
+            keys[slot, :, entry] = arguments["key"][token]
+            values[slot, :, entry] = arguments["value"][token]
     return keys, values
 
 
@@ -51,7 +51,7 @@ def test_the_reference() -> None:
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 8, 6), (3, 80, 80), (8, 128, 256)])
 def test_the_kernel(sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> None:
     arguments = {
-        name: tensor.to(device) if name == "place" else tensor.to(device, dtype)
+        name: tensor.to(device) if name == "slot_mapping" else tensor.to(device, dtype)
         for name, tensor in states(*sizes).items()
     }
     before = launches["kv_write"]
@@ -64,7 +64,7 @@ def test_the_kernel(sizes: tuple[int, int, int], device: torch.device, dtype: to
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 def test_the_kernel_of_a_cpu(sizes: tuple[int, int, int], kind: torch.dtype) -> None:
     arguments = {
-        name: tensor if name == "place" else tensor.to(kind)
+        name: tensor if name == "slot_mapping" else tensor.to(kind)
         for name, tensor in states(*sizes).items()
     }
     before = launches["kv_write"]
@@ -96,7 +96,7 @@ def strides_are_free(device: torch.device, impl: str) -> None:
 def test_no_tokens(device: torch.device) -> None:
     arguments = {name: tensor.to(device) for name, tensor in states().items()}
     arguments |= {"key": arguments["key"][:0], "value": arguments["value"][:0]}
-    kv_write(**{**arguments, "place": arguments["place"][:, :0]}, impl="triton")
+    kv_write(**{**arguments, "slot_mapping": arguments["slot_mapping"][:, :0]}, impl="triton")
     assert arguments["keys"].isnan().all()
 
 
@@ -107,9 +107,13 @@ def test_no_tokens(device: torch.device) -> None:
         ({"keys": torch.randn(3, 2, 16, 7)}, ValueError, "keys has shape"),
         ({"values": torch.randn(3, 2, 15, 6)}, ValueError, "values has shape"),
         ({"keys": torch.randn(3, 2, 16, 8).half()}, TypeError, "keys is torch.float16"),
-        ({"place": torch.zeros(2, 7).long()}, TypeError, "place is torch.int64"),
-        ({"place": torch.zeros(7, 2).int().T}, ValueError, "place has strides"),
-        ({"place": torch.zeros(2, 14).int()[:, :7]}, ValueError, "place must be contiguous"),
+        ({"slot_mapping": torch.zeros(2, 7).long()}, TypeError, "slot_mapping is torch.int64"),
+        ({"slot_mapping": torch.zeros(7, 2).int().T}, ValueError, "slot_mapping has strides"),
+        (
+            {"slot_mapping": torch.zeros(2, 14).int()[:, :7]},
+            ValueError,
+            "slot_mapping must be contiguous",
+        ),
     ],
 )
 def test_what_the_kernel_cannot_read_is_refused(

@@ -61,14 +61,14 @@ def along_paths(case: Case, how: Scoring) -> Tensor:
     starts = case.layout.query_start.tolist()
     for segment, slot in enumerate(case.layout.slot.tolist()):
         for token in range(starts[segment], starts[segment + 1]):
-            places = case.seen[token]
+            entries = case.seen[token]
             for head in range(case.query.shape[1]):
-                scores = case.keys[slot, head // groups, places].double()
+                scores = case.keys[slot, head // groups, entries].double()
                 scores = scores @ case.query[token, head].double() * scale
                 if how.softcap:
                     scores = how.softcap * torch.tanh(scores / how.softcap)
                 # Keys along a path have consecutive positions.
-                distance = torch.arange(len(places) - 1, -1, -1)
+                distance = torch.arange(len(entries) - 1, -1, -1)
                 if how.slopes is not None:
                     scores -= how.slopes[head] * distance
                 if how.window:
@@ -77,7 +77,7 @@ def along_paths(case: Case, how: Scoring) -> Tensor:
                     scores[distance > int(case.layout.position[token]) % how.chunk] = -math.inf
                 weights = scores.exp()
                 sink = 0 if how.sinks is None else how.sinks[head].double().exp()
-                mixed = weights @ case.values[slot, head // groups, places].double()
+                mixed = weights @ case.values[slot, head // groups, entries].double()
                 out[token, head] = mixed / (weights.sum() + sink)
     return out
 
@@ -247,10 +247,10 @@ def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
 
     case, how = make_case(device=device), scoring(name, device)
     whole = ragged_tree_attention(*case.tensors, how, impl="torch")
-    for place in {41} if how.window is None else {37 - how.window, 41}:
+    for entry in {41} if how.window is None else {37 - how.window, 41}:
         # One number of one head in the slot of row 1.
-        case.values[4, 0, place, 5] = broken
-        case.keys[4, 1, place, 5] = math.nan
+        case.values[4, 0, entry, 5] = broken
+        case.keys[4, 1, entry, 5] = math.nan
     with trying("ragged_tree_attention", TILE):
         outputs = [kernel.ragged_tree_attention(*case.tensors, how, num_splits)]
     outputs.append(ragged_tree_attention(*case.tensors, how, impl="torch"))

@@ -121,7 +121,7 @@ def test_a_query_has_one_result_in_every_tree(name: str, groups: int, dtype: tor
     starts, slots = case.layout.query_start.tolist(), case.layout.slot.tolist()
     for slot, start, end in zip(slots, starts, starts[1:], strict=False):
         for query in range(start, end):
-            count, places = len(case.seen[query]), case.seen[query]
+            count, entries = len(case.seen[query]), case.seen[query]
             one = torch.tensor([count], dtype=torch.int32)
             none = torch.zeros(1, dtype=torch.int32)
             layout = RaggedLayout(
@@ -137,7 +137,7 @@ def test_a_query_has_one_result_in_every_tree(name: str, groups: int, dtype: tor
                 max_queries=1,
                 max_keys=count,
             )
-            buffers = (buffer[slot : slot + 1, :, places] for buffer in (case.keys, case.values))
+            buffers = (buffer[slot : slot + 1, :, entries] for buffer in (case.keys, case.values))
             alone = ragged_tree_attention(
                 case.query[query : query + 1], *buffers, layout, how, impl="cpp"
             )
@@ -176,14 +176,14 @@ def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
     """In row 1, index 41 is node 4, a leaf. Windows exclude the other index."""
     case, how = make_case(rows), scoring(name)
     whole = ragged_tree_attention(*case.tensors, how, impl="cpp")
-    for place in {41} if how.window is None else {37 - how.window, 41}:
-        case.values[4, 0, place, 5] = broken
-        case.keys[4, 1, place, 5] = math.nan
+    for entry in {41} if how.window is None else {37 - how.window, 41}:
+        case.values[4, 0, entry, 5] = broken
+        case.keys[4, 1, entry, 5] = math.nan
     out = ragged_tree_attention(*case.tensors, how, impl="cpp")
     expected = ragged_tree_attention(*case.tensors, how, impl="torch")
     torch.testing.assert_close(out, expected, atol=5e-6, rtol=0, equal_nan=True)
     assert out.isnan().any()
-    sees = torch.tensor([41 in places for places in case.seen])
+    sees = torch.tensor([41 in entries for entries in case.seen])
     assert torch.equal(out[~sees], whole[~sees])
 
 

@@ -300,7 +300,7 @@ MUTANTS = (
         file="hf_spec/drafting/lossy_rules.py",
         old="drawn = draw_or_none(probs).tolist()",
         new="shared = draw_or_none(scores.softmax(dim=-1)).tolist()\n"
-        "            drawn = [shared[place[path[depth]]] for _, path in alive]",
+        "            drawn = [shared[index_of[path[depth]]] for _, path in alive]",
         tests=("tests/drafting/test_lossy_rules.py",),
     ),
     Mutant(

@@ -77,7 +77,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "ALiBi counts storage places and not depths",
+        "ALiBi counts storage entries and not depths",
         area="attention masks",
         file="hf_spec/engine/forward/packing.py",
         old="root : w.num_keys] = w.root_position + depths",
@@ -718,8 +718,8 @@ MUTANTS = (
         "the rows that leave a captured draft are those of its capture",
         area="CUDA graphs",
         file="hf_spec/drafting/device_growth.py",
-        old="self._row_places = places = self._constants.take(self._pass.places)",
-        new="self._row_places = places = self._pass.places",
+        old="self._row_indices = indices = self._constants.take(self._pass.row_indices)",
+        new="self._row_indices = indices = self._pass.row_indices",
         tests=(
             "tests/drafting/test_captured_drafts.py::test_rows_leave_a_draft_at_their_own_depths",
         ),
@@ -797,7 +797,7 @@ MUTANTS = (
         "padding of a graph is stored in the slot of an earlier step",
         area="CUDA graphs",
         file="hf_spec/engine/fast/graph_shapes.py",
-        old="        places[:, count:] = -1\n",
+        old="        slot_mapping[:, count:] = -1\n",
         new="",
         tests=("tests/engine/fast/test_graph_shapes.py",),
     ),

@@ -86,7 +86,7 @@ MUTANTS = (
         tests=("tests/kernels/test_filter_scores.py::test_processors_of_nodes_use_it",),
     ),
     Mutant(
-        "keys are written to the place of their slot's number",
+        "keys are written to the entry of their slot's number",
         area="Triton kernels",
         file="kernels/hf_spec_kernels/kv_write/kernel.py",
         old="tl.load(place_ptr + num_tokens + token, mask=inside, other=0)",

@@ -121,7 +121,7 @@ MUTANTS = (
         tests=("tests/methods/feature_pairs/test_runner.py",),
     ),
     Mutant(
-        "glancing counts all places instead of the wrong ones",
+        "glancing counts all positions instead of the wrong ones",
         area="Falcon",
         file="hf_spec/methods/falcon/csgd.py",
         old="count = int(share * int(errors.sum()))",
@@ -132,8 +132,8 @@ MUTANTS = (
         "glancing replaces the token and keeps the feature",
         area="Falcon",
         file="hf_spec/methods/falcon/csgd.py",
-        old="features[rows, places] = pairs.features[rows, later]",
-        new="features[rows, places] = pairs.features[rows, places]",
+        old="features[rows, positions] = pairs.features[rows, later]",
+        new="features[rows, positions] = pairs.features[rows, positions]",
         tests=("tests/methods/falcon/test_csgd.py::TestGlancing",),
     ),
     Mutant(

@@ -106,7 +106,7 @@ MUTANTS = (
         new="seen = [back >= 0, *",
         tests=(
             "tests/methods/eagle/test_training.py"
-            "::test_steps_are_those_of_a_draft_from_every_place",
+            "::test_steps_are_those_of_a_draft_from_every_position",
         ),
     ),
     Mutant(
@@ -121,10 +121,10 @@ MUTANTS = (
         "every Medusa head learns the next token",
         area="training",
         file="hf_spec/methods/medusa/training.py",
-        old="probs = self.teacher.probs_at(pairs, rows, places + level)",
-        new="probs = self.teacher.probs_at(pairs, rows, places)",
+        old="probs = self.teacher.probs_at(pairs, rows, positions + level)",
+        new="probs = self.teacher.probs_at(pairs, rows, positions)",
         tests=(
-            "tests/methods/medusa/test_training.py::test_the_loss_is_that_of_every_head_at_every_place",
+            "tests/methods/medusa/test_training.py::test_the_loss_is_that_of_every_head_at_every_position",
         ),
     ),
     Mutant(
@@ -139,8 +139,8 @@ MUTANTS = (
         "blocks of a DFlash training see one token of the text too many",
         area="training",
         file="hf_spec/methods/block/anchored.py",
-        old="<= places[..., None]",
-        new="<= places[..., None] + 1",
+        old="<= anchors[..., None]",
+        new="<= anchors[..., None] + 1",
         tests=("tests/methods/block/test_anchored.py::test_drafts_do_not_depend_on_later_tokens",),
     ),
     Mutant(
@@ -214,8 +214,8 @@ MUTANTS = (
         "states of rejected nodes are recorded",
         area="training",
         file="hf_spec/training/rollouts.py",
-        old="output.hidden[layer][list(row_places)]",
-        new="output.hidden[layer][: len(row_places)]",
+        old="output.hidden[layer][list(row_indices)]",
+        new="output.hidden[layer][: len(row_indices)]",
         tests=("tests/training/test_rollouts.py",),
     ),
     Mutant(

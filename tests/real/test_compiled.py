@@ -34,9 +34,9 @@ def compiled(smollm2: Any) -> Iterator[Any]:
 @torch.no_grad()
 def is_tie(model: Any, one: Tensor, other: Tensor) -> bool:
     """Return True if the sequences first differ where the two largest logits tie."""
-    place = int((one != other).nonzero()[0])
-    best = model(one[None, :place]).logits[0, -1].topk(2)
-    return {int(one[place]), int(other[place])} == set(best.indices.tolist()) and bool(
+    position = int((one != other).nonzero()[0])
+    best = model(one[None, :position]).logits[0, -1].topk(2)
+    return {int(one[position]), int(other[position])} == set(best.indices.tolist()) and bool(
         best.values[0] - best.values[1] < TIE
     )
 

@@ -22,11 +22,11 @@ CASES: list[tuple[str, Any, tuple[int, ...], int, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("target", "config", "places", "new_tokens", "least"), CASES)
+@pytest.mark.parametrize(("target", "config", "indices", "new_tokens", "least"), CASES)
 def test_identical_with_accepted_drafts(
     target: str,
     config: Any,
-    places: tuple[int, ...],
+    indices: tuple[int, ...],
     new_tokens: int,
     least: float,
     smollm2: Any,
@@ -34,8 +34,8 @@ def test_identical_with_accepted_drafts(
 ) -> None:
     pair = (smollm2, gemma3) if target == "smollm2" else (gemma3, smollm2)
     (model, tokenizer), (draft, draft_tokenizer) = pair
-    for place in places:
-        ids = load_prompts(per_task=1)[place].encode(tokenizer)
+    for index in indices:
+        ids = load_prompts(per_task=1)[index].encode(tokenizer)
         if target == "gemma3":
             ids = ids[:, :200]
         options = {"max_new_tokens": new_tokens, "do_sample": False}

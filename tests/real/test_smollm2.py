@@ -80,8 +80,8 @@ def answer(smollm2: Any) -> Callable[[str, Prompt], Any]:
     model, tokenizer = smollm2
 
     @cache
-    def ask(strategy: str, place: int) -> Any:
-        ids = PROMPTS[place].encode(tokenizer)
+    def ask(strategy: str, index: int) -> Any:
+        ids = PROMPTS[index].encode(tokenizer)
         return model.generate(**call_of(strategy, input_ids=ids, max_new_tokens=NEW_TOKENS))
 
     return lambda strategy, prompt: ask(strategy, PROMPTS.index(prompt))

@@ -163,11 +163,11 @@ def test_across_devices(strategy: str, tmp_path: Path) -> None:
     count = torch.cuda.device_count()
     model: Any = copy.deepcopy(build("llama"))
     depth = model.config.num_hidden_layers
-    places: list[Any] = list(range(count)) if count > 1 else [0, 0, "cpu"]
-    layers = {f"model.layers.{i}": places[i % len(places)] for i in range(depth)}
+    devices: list[Any] = list(range(count)) if count > 1 else [0, 0, "cpu"]
+    layers = {f"model.layers.{i}": devices[i % len(devices)] for i in range(depth)}
     ends = dict.fromkeys(("model.embed_tokens", "model.rotary_emb"), 0)
-    # As `device_map="auto"` places them.
-    ends |= dict.fromkeys(("model.norm", "lm_head"), places[-1])
+    # As with `device_map="auto"`.
+    ends |= dict.fromkeys(("model.norm", "lm_head"), devices[-1])
     model = dispatch_model(model, {**ends, **layers}, offload_dir=tmp_path)
     before = hooks(model)
     call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}

@@ -29,9 +29,9 @@ class TestPairs:
         assert pairs.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
         assert pairs.features[0, :, 0].tolist() == list(range(9))
         # Output i predicts token i + k + 1 and feature i + k, for exactly the answer tokens.
-        assert (pairs.places + k + 1).tolist() == answer
-        assert pairs.tokens[pairs.rows, pairs.places + k].tolist() == answer
-        truth = pairs.features[pairs.rows, pairs.places + k, 0]
+        assert (pairs.positions + k + 1).tolist() == answer
+        assert pairs.tokens[pairs.rows, pairs.positions + k].tolist() == answer
+        truth = pairs.features[pairs.rows, pairs.positions + k, 0]
         assert truth.tolist() == [token - 1 for token in answer]
         assert pairs.span == [(5 - k, 9 - k)]
 
@@ -43,7 +43,7 @@ class TestPairs:
         pairs = read_pairs(model, [Text(response, features)] * 2, 1)
         # With a one-token prompt, no output predicts the first answer token.
         assert pairs.counts == [1, 1]
-        assert pairs.tokens[pairs.rows, pairs.places + 1].tolist() == [7, 7]
+        assert pairs.tokens[pairs.rows, pairs.positions + 1].tolist() == [7, 7]
 
     def test_prompts_are_cut(self, model: PreTrainedModel, texts: list[Text]) -> None:
         whole, cut = read_pairs(model, texts, 2), read_pairs(model, texts, 2, max_context=3)
@@ -51,7 +51,7 @@ class TestPairs:
         assert cut.counts == whole.counts
         for at in (0, 2):
             for name in ("tokens", "features"):
-                one, other = (getattr(p, name)[p.rows, p.places + at] for p in (whole, cut))
+                one, other = (getattr(p, name)[p.rows, p.positions + at] for p in (whole, cut))
                 assert torch.equal(one, other)
 
     @pytest.mark.parametrize("k", [1, 2])

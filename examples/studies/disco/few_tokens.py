@@ -81,13 +81,13 @@ def measure(
             draft.set_output_embeddings(head)
             for way in chosen.values():
                 answer(texts[0], *way)
-        for place, text in enumerate(texts):
+        for index, text in enumerate(texts):
             records = []
             # Alternate the order, because the second run benefits from the warm-up by the first.
-            for name, which in product(chosen, HEADS if place % 2 else HEADS[::-1]):
+            for name, which in product(chosen, HEADS if index % 2 else HEADS[::-1]):
                 draft.set_output_embeddings(heads[which])
                 found = answer(text, *chosen[name])
-                records.append({"text": place, "way": name, "head": which, **found})
+                records.append({"text": index, "way": name, "head": which, **found})
             yield records
     finally:
         draft.set_output_embeddings(known)

@@ -30,7 +30,7 @@ from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.common.tables import Table
 from hf_spec.methods.disco.classifier import DiscoClassifier
-from hf_spec.methods.disco.training import STATIC_LENGTHS, Observed, observe, round_places
+from hf_spec.methods.disco.training import STATIC_LENGTHS, Observed, observe, round_positions
 from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.training.responses import Response
 
@@ -111,7 +111,7 @@ def rules(
     halves = torch.cat(
         [torch.full_like(one.matched, bool(n % 2)) for n, one in enumerate(observed)]
     )
-    places = torch.cat([round_places(one.matched) for one in observed])
+    positions = torch.cat([round_positions(one.matched) for one in observed])
     with torch.no_grad():
         scores = {"classifier": classifier(features).sigmoid(), "confidence": features[:, 0]}
     found: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def rules(
             },
         }
     for length in STATIC_LENGTHS:
-        predicted = places < length
+        predicted = positions < length
         found[f"static {length}"] = {
             "f1_accepted": f1(predicted, matched),
             "f1_rejected": f1(~predicted, ~matched),

@@ -183,8 +183,8 @@ def time_batches(  # noqa: PLR0913 - what is timed, on what, and how
     done = {(one.method, one.batch_size, one.batch, one.repeat) for one in known}
     for method, contender in product(methods, CONTENDERS):
         _run(model, method, contender, left_padded(texts[:2]), min(extent.new_tokens, 8), clock)
-    places = product(range(extent.repeats), range(extent.num_batches), extent.batch_sizes, methods)
-    for repeat, number, size, method in places:
+    order = product(range(extent.repeats), range(extent.num_batches), extent.batch_sizes, methods)
+    for repeat, number, size, method in order:
         if (method.name, size, number, repeat) in done:
             continue
         rows = [texts[(number * size + row) % len(texts)] for row in range(size)]
@@ -198,9 +198,9 @@ def time_batches(  # noqa: PLR0913 - what is timed, on what, and how
         yield _records(method.name, runs, size, number, repeat)
 
 
-def _further_left(batch: dict[str, Tensor], places: int) -> dict[str, Tensor]:
-    """Return the same rows after `places` positions of padding."""
-    return {name: F.pad(tensor, (places, 0)) for name, tensor in batch.items()}
+def _further_left(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Return the same rows after `count` positions of padding."""
+    return {name: F.pad(tensor, (count, 0)) for name, tensor in batch.items()}
 
 
 def _run(

@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 24])
-    parser.add_argument("--gaps", type=int, nargs="+", default=[0, 64, 256], help="places")
+    parser.add_argument("--gaps", type=int, nargs="+", default=[0, 64, 256], help="entries")
     parser.add_argument("--context", type=int, default=64, help="tokens that every row has read")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(argv)

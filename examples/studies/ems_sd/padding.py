@@ -21,7 +21,7 @@ def expected_gain(accuracy: float, batch_size: int, cap: int) -> float:
         batch_size: B.
         cap: maximum number of tokens that a row can gain.
     """
-    reach = [accuracy**place for place in range(cap)]
+    reach = [accuracy**level for level in range(cap)]
     return sum(1 - (1 - chance) ** batch_size for chance in reach)
 
 

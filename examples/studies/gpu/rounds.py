@@ -85,8 +85,8 @@ def build(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any
 
 def prompt(batch: int, device: torch.device) -> Tensor:
     """Return (B, PROMPT) int64 ids; each row repeats a different cycle."""
-    places = torch.arange(batch, device=device)[:, None] + torch.arange(PROMPT, device=device)
-    return places % CIRCLE + CIRCLE * torch.arange(1, batch + 1, device=device)[:, None]
+    positions = torch.arange(batch, device=device)[:, None] + torch.arange(PROMPT, device=device)
+    return positions % CIRCLE + CIRCLE * torch.arange(1, batch + 1, device=device)[:, None]
 
 
 def facts(device: torch.device) -> dict[str, Any]:
@@ -326,18 +326,18 @@ def rounds(
         many, few = (8, 8) if dry else (NEW_TOKENS, FEW_TOKENS)
         for batch in batches:
             ids = prompt(batch, device)
-            place = here[f"batch {batch}"] = {"plain": measure_plain(model, ids, few)}
+            times = here[f"batch {batch}"] = {"plain": measure_plain(model, ids, few)}
             for entry in wanted or WAYS:
                 way = WAYS[entry]
                 assistant = getattr(assistants, way.assistant) if way.assistant else None
                 method = {"spec_strategy": way.config, "assistant": assistant, **way.options}
-                place[entry] = measure_round(model, ids, many if way.right else few, **method)
-                print(name, batch, entry, f"{place[entry]['ms_per_token']:.2f} ms", flush=True)
+                times[entry] = measure_round(model, ids, many if way.right else few, **method)
+                print(name, batch, entry, f"{times[entry]['ms_per_token']:.2f} ms", flush=True)
                 yield found
             if not dry and batch == 1:
                 # Last, because it takes a minute.
                 static = {"cache_implementation": "static", "compile_config": CompileConfig()}
-                place["plain, compiled"] = measure_plain(model, ids, many, **static)
+                times["plain, compiled"] = measure_plain(model, ids, many, **static)
                 yield found
         del model, assistants
 

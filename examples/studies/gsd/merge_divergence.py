@@ -66,19 +66,19 @@ def merged_pairs(tree: DraftTree, context: Sequence[int], merge_length: int) -> 
         a graph does not contain them.
     """
     graph = TokenGraph(context, merge_length)
-    places, origins, pairs = {0: 0}, [0], []
+    nodes, origins, pairs = {0: 0}, [0], []
     level = [0]
     while level:
         # Graphs are drafted level by level, and never below a merged node.
         below = [child for node in level for child in tree.children[node]]
         level = []
         for node in below:
-            parent = places[tree.parent[node]]
-            place = graph.add(parent, tree.tokens[node], 1.0)
-            if place is None:
+            parent = nodes[tree.parent[node]]
+            new = graph.add(parent, tree.tokens[node], 1.0)
+            if new is None:
                 pairs.append((node, origins[graph.edges[parent][-1][0]]))
             else:
-                places[node] = place
+                nodes[node] = new
                 origins.append(node)
                 level.append(node)
     return pairs
@@ -91,14 +91,16 @@ def recurring(tree: DraftTree, length: int) -> int:
         tree: a draft; its root is not part of an n-gram.
         length: n, counted along paths.
     """
-    places: dict[tuple[int, ...], list[list[int]]] = {}
+    by_tokens: dict[tuple[int, ...], list[list[int]]] = {}
     for node in range(1, len(tree.tokens)):
         if tree.depth[node] >= length:
             path = [node]
             while len(path) < length:
                 path.append(tree.parent[path[-1]])
-            places.setdefault(tuple(tree.tokens[n] for n in path), []).append(path)
-    return len({n for paths in places.values() if len(paths) > 1 for path in paths for n in path})
+            by_tokens.setdefault(tuple(tree.tokens[n] for n in path), []).append(path)
+    return len(
+        {n for paths in by_tokens.values() if len(paths) > 1 for path in paths for n in path}
+    )
 
 
 def divergence(log_probs: Tensor, pairs: Sequence[Pair]) -> list[dict[str, Any]]:

@@ -57,9 +57,9 @@ def attention_call(key: str, device: torch.device, context: int = CONTEXT) -> Ca
     dtype = _dtype(bits)
     # 4 nodes have the rows of one tile; see `kernel.config_key`.
     nodes = NODES[rows]
-    size, places = int(head.removeprefix("head")), context + nodes
+    size, entries = int(head.removeprefix("head")), context + nodes
     query = torch.randn(nodes, KV_HEADS * GROUPS, size, device=device).to(dtype)
-    keys = torch.randn(1, KV_HEADS, places, size, device=device).to(dtype)
+    keys = torch.randn(1, KV_HEADS, entries, size, device=device).to(dtype)
 
     def ints(*numbers: int) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=device)
@@ -67,15 +67,15 @@ def attention_call(key: str, device: torch.device, context: int = CONTEXT) -> Ca
     layout = RaggedLayout(
         slot=ints(0),
         query_start=ints(0, nodes),
-        num_keys=ints(places),
+        num_keys=ints(entries),
         prefix=ints(context),
         bits=torch.full((nodes, -(-nodes // 8)), 255, dtype=torch.uint8, device=device),
-        position=torch.arange(context, places, dtype=torch.int32, device=device),
+        position=torch.arange(context, entries, dtype=torch.int32, device=device),
         first_position=ints(0),
-        key_position=torch.arange(context, places, dtype=torch.int32, device=device),
+        key_position=torch.arange(context, entries, dtype=torch.int32, device=device),
         key_start=ints(0),
         max_queries=nodes,
-        max_keys=places,
+        max_keys=entries,
     )
     return lambda: ragged_tree_attention(query, keys, keys, layout, impl="triton")
 

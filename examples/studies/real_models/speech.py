@@ -85,8 +85,8 @@ def synthesize(text: str, voice: str, words_per_minute: int) -> Audio:
         # The header of a stream has no valid length.
         samples = np.frombuffer(file.readframes(2**30), np.int16)
     audio = samples.astype(np.float32) / 2**15
-    places = np.arange(0, len(audio), rate / RATE)
-    return np.interp(places, np.arange(len(audio)), audio).astype(np.float32)
+    instants = np.arange(0, len(audio), rate / RATE)
+    return np.interp(instants, np.arange(len(audio)), audio).astype(np.float32)
 
 
 def with_noise(audio: Audio, decibels: int | None, seed: int) -> Audio:

@@ -138,7 +138,7 @@ async def ask_all(
     server: Server, model: str, asked: Sequence[Asked], streams: int, new_tokens: int
 ) -> list[dict[str, Any]]:
     """Send the requests, at most `streams` at a time, and return a record for each."""
-    places = asyncio.Semaphore(streams)
+    slots = asyncio.Semaphore(streams)
     limits = httpx2.Limits(max_connections=streams)
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1",
@@ -149,7 +149,7 @@ async def ask_all(
     ) as client:
 
         async def one(request: Asked) -> dict[str, Any]:
-            async with places:
+            async with slots:
                 asking = ask(client, model, request, new_tokens)
                 return await asyncio.wait_for(asking, REQUEST_SECONDS)
 

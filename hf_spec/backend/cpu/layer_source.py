@@ -352,13 +352,13 @@ class _Writer:
             logits = self._get(sinks).cast(torch.float32)
             added = [self._text.in_memory(logits, lambda form: form.is_contiguous())]
         # Addresses, and strides between tokens and between heads of (1, H, T, D).
-        places = [f"{a.address}, {a.form.stride(2)}, {a.form.stride(1)}" for a in leaves]
+        args = [f"{a.address}, {a.form.stride(2)}, {a.form.stride(1)}" for a in leaves]
         scale = constant(width**-0.5 if scaling is None else scaling)
         store = "store(*attention, attention->"
         self._text.for_all(
-            f"{store}keys, call->places, {places[1]}, tokens, {kv_heads}, {width});\n"
-            f"{store}values, call->places, {places[2]}, tokens, {kv_heads}, {value_width});\n"
-            f"attend(*attention, call->layout, {places[0]}, {to.address}, "
+            f"{store}keys, call->slot_mapping, {args[1]}, tokens, {kv_heads}, {width});\n"
+            f"{store}values, call->slot_mapping, {args[2]}, tokens, {kv_heads}, {value_width});\n"
+            f"attend(*attention, call->layout, {args[0]}, {to.address}, "
             f"{added[0].address if added else 'nullptr'}, {scale}, {constant(softcap or 0.0)}, "
             f"{heads}, {kv_heads}, {width}, {value_width}, threads);",
             [*leaves, *added, to],

@@ -234,7 +234,7 @@ class LayerText:
     def memory(self, shape: torch.Size, dtype: torch.dtype) -> Leaf:
         """Allocate memory in which the numbers of each token are contiguous."""
         axis = token_axis(shape)
-        others = [size for place, size in enumerate(shape) if place != axis]
+        others = [size for index, size in enumerate(shape) if index != axis]
         form = torch.empty(others if axis is None else [TOKENS, *others], device="meta")
         return self.array(form if axis is None else form.movedim(0, axis), dtype)
 

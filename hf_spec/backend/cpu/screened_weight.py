@@ -99,7 +99,7 @@ class ScreenedWeight:
         rows, outputs = (scores >= floor[:, None]).nonzero(as_tuple=True)
         scores, slack = scores[rows, outputs], norms[rows] * self.margins[outputs]
         least = floor.scatter_reduce(0, rows, scores - slack, "amax").to(states.dtype)
-        # Rounding keeps the order of outputs, but equal ones count by their place.
+        # Rounding keeps the order of outputs, but equal ones count by their index.
         possible = outputs[(scores + slack).to(states.dtype) >= least[rows]]
         size = exact.blocks.shape[2]
         blocks = possible.div_(size, rounding_mode="floor").unique()

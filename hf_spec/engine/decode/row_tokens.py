@@ -85,7 +85,7 @@ class RowTokens:
 
     def prefixes(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return a copy of the `prefix` of every (row, path) pair."""
-        # Paths of one row are written to the same place, so views would change.
+        # Paths of one row are written to the same memory, so views would change.
         return [self.prefix(row, path).clone() for row, path in zip(rows, paths, strict=True)]
 
     def append(self, row: int, token: int, depth: int = 0) -> None:

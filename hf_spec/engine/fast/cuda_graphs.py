@@ -285,9 +285,9 @@ class StepGraphs:
         pool.when_full.remove(self._stop)
         small = pool.capacity * pool.num_slots <= MAX_STORED_TOKENS
         if self._key is not None and self._recorded and small:
-            key, place = self._stored_key(), (pool.capacity, self._release_buffers())
+            key, buffers = self._stored_key(), (pool.capacity, self._release_buffers())
             recorded = self._recorded, self._memory
-            graphs = StoredGraphs(key, self._state, *place, *recorded, pool.generation)
+            graphs = StoredGraphs(key, self._state, *buffers, *recorded, pool.generation)
             graph_store.put(self._owner, graphs)
             self._recorded = {}
         self.clear()

@@ -60,13 +60,13 @@ class Inputs:
 
     Attributes:
         tensors: inputs of the model, on the host or the device.
-        layout, places: layout and slot mapping of the step, on the host.
+        layout, slot_mapping: those of the step, on the host.
         sees: `bits` of the layout if they were computed on the device.
     """
 
     tensors: Sequence[Tensor]
     layout: RaggedLayout
-    places: Tensor
+    slot_mapping: Tensor
     sees: Tensor | None = None
 
     @cached_property
@@ -86,9 +86,9 @@ class Inputs:
             for tensor, rows in zip(self.tensors, bucket.rows, strict=True)
             if tensor.device.type == "cpu"
         ]
-        added = bucket.sizes.tokens - self.places.shape[1]
+        added = bucket.sizes.tokens - self.slot_mapping.shape[1]
         layout = padded(self.layout, bucket.sizes, capacity)
-        return [*tensors, F.pad(self.places, (0, added), value=-1), *tensors_of(layout)]
+        return [*tensors, F.pad(self.slot_mapping, (0, added), value=-1), *tensors_of(layout)]
 
     def write(self, arrays: Iterator[Any], bucket: StepBucket) -> None:
         """Write what `hosted` returns to NumPy arrays."""
@@ -97,9 +97,9 @@ class Inputs:
                 array = next(arrays)
                 array[: len(tensor)] = tensor.numpy()
                 array[len(tensor) :] = 0
-        places, count = next(arrays), self.places.shape[1]
-        places[:, :count] = self.places.numpy()
-        places[:, count:] = -1
+        slot_mapping, count = next(arrays), self.slot_mapping.shape[1]
+        slot_mapping[:, :count] = self.slot_mapping.numpy()
+        slot_mapping[:, count:] = -1
         layout = [next(arrays) for _ in tensors_of(self.layout)]
         write_padded(self.layout, layout, bucket.sizes.tokens)
 
@@ -206,7 +206,7 @@ class StepBuffers:
             for t, rows in zip(inputs.tensors, bucket.rows, strict=True)
         ]
         self._device = device
-        self._places = next(fixed)
+        self._slot_mapping = next(fixed)
         wide = padded(inputs.layout, bucket.sizes, capacity)
         self._layout = with_tensors(wide, [next(fixed) for _ in tensors_of(wide)])
 
@@ -221,7 +221,7 @@ class StepBuffers:
 
     def step(self, pool: KVPool) -> PackedStep:
         """Return the step as the attention function reads it."""
-        return PackedStep.of_layout(pool, self._layout, self._places, self._device)
+        return PackedStep.of_layout(pool, self._layout, self._slot_mapping, self._device)
 
 
 class Shape:

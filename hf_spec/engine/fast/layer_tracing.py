@@ -191,11 +191,11 @@ class _Arguments:
     def __init__(self, call: LayerCall, step: PackedStep | None, num_outputs: int):
         self.inputs = addresses_of(call.tensors)
         self.outputs = (ctypes.c_void_p * num_outputs)()
-        layout, places = (None, None) if step is None else step.addresses or (None, None)
+        layout, slot_mapping = (None, None) if step is None else step.addresses or (None, None)
         self.call = Call(
             ctypes.addressof(self.inputs),
             ctypes.addressof(self.outputs),
-            places,
+            slot_mapping,
             layout,
             call.num_tokens,
             torch.get_num_threads(),

@@ -208,14 +208,14 @@ class KVPool:
 
         # Layers share indices: computing them makes the host wait for a GPU.
         @functools.cache
-        def places(device: torch.device) -> list[Tensor]:
+        def indices(device: torch.device) -> list[Tensor]:
             return [mask.nonzero()[:length, 0].to(device) for mask, length in rows]
 
         for index in sorted(self.keys):
             pair = []
             for buffer in (self.keys[index], self.values[index]):
                 frame = buffer.new_zeros(len(lengths), buffer.shape[1], width, buffer.shape[3])
-                for row, entries in enumerate(places(buffer.device)):
+                for row, entries in enumerate(indices(buffer.device)):
                     frame[row, :, entries] = buffer[row, :, : len(entries)]
                 pair.append(frame)
             cache.update(pair[0], pair[1], index)

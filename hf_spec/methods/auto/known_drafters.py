@@ -25,7 +25,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.adapter import base_name
-from hf_spec.adapters.hub import Place
+from hf_spec.adapters.hub import HubRepo
 from hf_spec.adapters.published import (
     CONFIG,
     MODELS,
@@ -180,7 +180,7 @@ def _classify(info: Any, files: Collection[str]) -> tuple[str, str, str]:
         return "", "", f"it has no {CONFIG}"
     family = ""
     try:
-        config = read_json(regular_file(Place(info.id).fetch((CONFIG,)), CONFIG))
+        config = read_json(regular_file(HubRepo(info.id).fetch((CONFIG,)), CONFIG))
         family = recognize(config) or ""
         if family in ("", MTP_INSIDE):
             return "", "", "its config is not that of a drafter"

@@ -19,7 +19,7 @@ from hf_spec.methods.block.head import BlockHead, keys_values
 
 
 def anchored_blocks(
-    head: BlockHead, states: Sequence[Tensor], roots: Tensor, places: Tensor
+    head: BlockHead, states: Sequence[Tensor], roots: Tensor, anchors: Tensor
 ) -> Tensor:
     """Return the (B, A, b, width) outputs of A blocks of each of B texts.
 
@@ -27,16 +27,16 @@ def anchored_blocks(
         head: without causal or sliding layers, prepared by `use_plain_attention`.
         states: (B, T, H) hidden states, one tensor per layer that the head reads.
         roots: (B, A) int64, the first token of each block.
-        places: (B, A) int64, the last position of each block's context.
+        anchors: (B, A) int64, the last position of each block's context.
     """
-    size, (num_texts, num_blocks) = head.shape.block_size, places.shape
+    size, (num_texts, num_blocks) = head.shape.block_size, anchors.shape
     context = head.context(states)
-    tokens = torch.full((*places.shape, size), head.shape.mask_token_id, device=places.device)
+    tokens = torch.full((*anchors.shape, size), head.shape.mask_token_id, device=anchors.device)
     tokens[..., 0] = roots
-    positions = places[..., None] + 1 + torch.arange(size, device=places.device)
+    positions = anchors[..., None] + 1 + torch.arange(size, device=anchors.device)
     hidden = head.embed(tokens.view(num_texts, -1))
     rotation = head.rotary(hidden, positions.view(num_texts, -1))
-    mask = visible(places, context.shape[1], size)
+    mask = visible(anchors, context.shape[1], size)
     cache = _context_cache(head, context)
     for layer in head.layers:
         hidden = layer(
@@ -48,11 +48,11 @@ def anchored_blocks(
     return head.norm(hidden).view(num_texts, num_blocks, size, -1)
 
 
-def visible(places: Tensor, length: int, block_size: int) -> Tensor:
+def visible(anchors: Tensor, length: int, block_size: int) -> Tensor:
     """Return (B, 1, A * b, T + A * b) bool: keys of the context and blocks that a query sees."""
-    num_texts, num_blocks = places.shape
-    known = torch.arange(length, device=places.device) <= places[..., None]
-    block = torch.arange(num_blocks, device=places.device).repeat_interleave(block_size)
+    num_texts, num_blocks = anchors.shape
+    known = torch.arange(length, device=anchors.device) <= anchors[..., None]
+    block = torch.arange(num_blocks, device=anchors.device).repeat_interleave(block_size)
     together = (block[:, None] == block).expand(num_texts, -1, -1)
     return torch.cat([known.repeat_interleave(block_size, dim=1), together], dim=-1)[:, None]
 

@@ -187,11 +187,11 @@ class BlockLoss:
     def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
         """Return the loss summed over the anchors, and their number."""
         pairs = read_pairs(self.target, batch.items, 1, self.settings.max_context, self.layers)
-        places, real = draw_anchors(pairs, self.settings.anchors, batch.seed)
-        outputs = self._outputs(pairs, places)
-        known = real[..., None] & self._known(pairs, places)
+        anchors, real = draw_anchors(pairs, self.settings.anchors, batch.seed)
+        outputs = self._outputs(pairs, anchors)
+        known = real[..., None] & self._known(pairs, anchors)
         row, block, level = known.nonzero(as_tuple=True)
-        probs = self.teacher.probs_at(pairs, row, places[row, block] + level)
+        probs = self.teacher.probs_at(pairs, row, anchors[row, block] + level)
         with self.teacher.autocast():
             logits = self.head.logits(outputs[row, block, level])
         loss = cross_entropy(logits, probs) * self.weights[level]
@@ -208,53 +208,53 @@ class BlockLoss:
         first = torch.tensor([first for first, _ in pairs.span], device=pairs.tokens.device)
         last = torch.tensor([stop - 1 for _, stop in pairs.span], device=pairs.tokens.device)
         steps = torch.arange(longest, device=pairs.tokens.device)
-        places = (first[:, None] + steps).minimum(last[:, None])
-        parts = [self._correct(pairs, part) for part in places.split(EVALUATED_BLOCKS, dim=1)]
+        anchors = (first[:, None] + steps).minimum(last[:, None])
+        parts = [self._correct(pairs, part) for part in anchors.split(EVALUATED_BLOCKS, dim=1)]
         correct = torch.cat(parts, dim=1).cpu()
         return [correct[row, :count] for row, count in enumerate(pairs.counts)]
 
-    def _correct(self, pairs: Pairs, places: Tensor) -> Tensor:
-        """Return (B, A, levels) bool: correct tokens of the blocks at (B, A) places."""
-        outputs, known = self._outputs(pairs, places), self._known(pairs, places)
-        rows = torch.arange(len(places), device=places.device)[:, None]
+    def _correct(self, pairs: Pairs, anchors: Tensor) -> Tensor:
+        """Return (B, A, levels) bool: correct tokens of the blocks at (B, A) anchors."""
+        outputs, known = self._outputs(pairs, anchors), self._known(pairs, anchors)
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
         for level in range(self.head.shape.num_levels):
             with self.teacher.autocast():
                 chosen = self.head.logits(outputs[:, :, level]).argmax(dim=-1)
             drawn = self.head.output.tokens(chosen)
-            answers = (places + level + 1).clamp_max(pairs.tokens.shape[1] - 1)
+            answers = (anchors + level + 1).clamp_max(pairs.tokens.shape[1] - 1)
             known[..., level] &= drawn == pairs.tokens[rows, answers]
         return known
 
-    def _outputs(self, pairs: Pairs, places: Tensor) -> Tensor:
-        """Return the (B, A, levels, width) outputs that draft, of blocks at (B, A) places."""
+    def _outputs(self, pairs: Pairs, anchors: Tensor) -> Tensor:
+        """Return the (B, A, levels, width) outputs that draft, of blocks at (B, A) anchors."""
         states = pairs.features.chunk(len(self.layers), dim=-1)[:-1]
-        roots = pairs.tokens.gather(1, places)
+        roots = pairs.tokens.gather(1, anchors)
         with self.teacher.autocast():
-            outputs = anchored_blocks(self.head, states, roots, places)
+            outputs = anchored_blocks(self.head, states, roots, anchors)
         return outputs if self.head.shape.from_anchor else outputs[:, :, 1:]
 
-    def _known(self, pairs: Pairs, places: Tensor) -> Tensor:
+    def _known(self, pairs: Pairs, anchors: Tensor) -> Tensor:
         """Return (B, A, levels) bool: levels whose token is in the text."""
-        stops = torch.tensor([stop for _, stop in pairs.span], device=places.device)
-        levels = torch.arange(self.head.shape.num_levels, device=places.device)
-        return places[..., None] + levels < stops[:, None, None]
+        stops = torch.tensor([stop for _, stop in pairs.span], device=anchors.device)
+        levels = torch.arange(self.head.shape.num_levels, device=anchors.device)
+        return anchors[..., None] + levels < stops[:, None, None]
 
 
 def draw_anchors(pairs: Pairs, most: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw up to `most` different learned places of each text.
+    """Draw up to `most` different learned positions of each text as anchors.
 
     Returns:
-        (B, A) int64 places, and (B, A) bool: False for padding of texts with fewer places.
+        (B, A) int64 anchors, and (B, A) bool: False for padding of texts with fewer.
     """
     generator = torch.Generator().manual_seed(seed)
     count = max(1, min(most, max(pairs.counts)))
-    places = torch.zeros(len(pairs.span), count, dtype=torch.long)
-    real = torch.zeros(places.shape, dtype=torch.bool)
+    anchors = torch.zeros(len(pairs.span), count, dtype=torch.long)
+    real = torch.zeros(anchors.shape, dtype=torch.bool)
     for row, (first, stop) in enumerate(pairs.span):
         drawn = torch.randperm(stop - first, generator=generator)[:count] + first
-        places[row, : len(drawn)], real[row, : len(drawn)] = drawn.sort().values, True
+        anchors[row, : len(drawn)], real[row, : len(drawn)] = drawn.sort().values, True
     device = pairs.tokens.device
-    return places.to(device), real.to(device)
+    return anchors.to(device), real.to(device)
 
 
 def _initial_layers(sizes: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -209,11 +209,11 @@ def evaluate(
     """
     features = torch.cat([o.features for o in observed])
     matched = torch.cat([o.matched for o in observed])
-    places = torch.cat([round_places(o.matched) for o in observed])
+    positions = torch.cat([round_positions(o.matched) for o in observed])
     predictions = {
         "disco": classifier(features).sigmoid() >= threshold,
         "confidence": features[:, 0] >= CONFIDENCE_THRESHOLD,
-        **{f"static {length}": places < length for length in STATIC_LENGTHS},
+        **{f"static {length}": positions < length for length in STATIC_LENGTHS},
     }
     rules = {
         name: {"accepted": _metrics(positive, matched), "rejected": _metrics(~positive, ~matched)}
@@ -222,13 +222,13 @@ def evaluate(
     return {"acceptance": float(matched.float().mean()), "rules": rules}
 
 
-def round_places(matched: Tensor) -> Tensor:
+def round_positions(matched: Tensor) -> Tensor:
     """Return, as (T,) int64, the index of each position in its ideal round: 0 after a mismatch."""
-    places, place = [], 0
+    positions, position = [], 0
     for match in matched.tolist():
-        places.append(place)
-        place = place + 1 if match else 0
-    return torch.tensor(places, dtype=torch.long)
+        positions.append(position)
+        position = position + 1 if match else 0
+    return torch.tensor(positions, dtype=torch.long)
 
 
 def _metrics(predicted: Tensor, actual: Tensor) -> dict[str, float]:

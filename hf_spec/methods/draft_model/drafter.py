@@ -167,10 +167,10 @@ class DraftModelDrafter(LevelDrafter):
         """Keep the accepted part of the KV cache, and update the policy."""
         accepted = self.accepted(verdict)
         for row, expanded in self.expanded_nodes.items():
-            places = {node: place for place, node in enumerate(expanded)}
+            indices = {node: index for index, node in enumerate(expanded)}
             # Leaves did not run, and nothing after them.
-            stored = takewhile(places.__contains__, accepted[row])
-            accepted[row] = [places[node] for node in stored]
+            stored = takewhile(indices.__contains__, accepted[row])
+            accepted[row] = [indices[node] for node in stored]
         self._runner.keep(accepted)
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter, is_adapter, load_adapter
-from hf_spec.adapters.hub import Place
+from hf_spec.adapters.hub import HubRepo
 from hf_spec.common.errors import (
     AssistantError,
     HubError,
@@ -238,9 +238,9 @@ def _load_tokenizer(name: str) -> Any:
 
 
 def _load(kind: Any, name: str, failure: Callable[[Exception], str], **options: Any) -> Any:
-    place = Place(name) if Path(name).exists() else Place.of(name)
+    repo = HubRepo(name) if Path(name).exists() else HubRepo.of(name)
     try:
-        return load_named(kind, place.repo_id, revision=place.revision or "main", **options)
+        return load_named(kind, repo.repo_id, revision=repo.revision or "main", **options)
     except HubError:
         raise
     except Exception as error:

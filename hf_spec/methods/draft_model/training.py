@@ -81,7 +81,7 @@ class _Distillation:
         self.model, self.head = draft.model.eval(), draft.head
         self.hard_weight = hard_weight
         # (V,) index of each token in the draft vocabulary, -1 outside.
-        self._indices = self.head.places()
+        self._indices = self.head.indices()
 
     def loss(self, batch: MicroBatch[Example]) -> tuple[Tensor, int]:
         """Return the loss summed over answer tokens, and their number."""

@@ -2,11 +2,11 @@
 
 Gao et al. 2024, arXiv 2412.12639, section 3.2. Two passes:
 
-1. The first, without gradient, counts the places of an answer at which the head's first choice
+1. The first, without gradient, counts the positions of an answer at which the head's first choice
    differs from the target's: the Hamming distance d.
-2. N = lambda * d input pairs are replaced by the answers of these places, in runs from the start of
-   a block, so that the places after them learn to use what a left-to-right drafter would have read.
-   The second pass predicts from these inputs, and the loss is computed on it.
+2. N = lambda * d input pairs are replaced by the answers of these positions, in runs from the start
+   of a block, so that the positions after them learn to use what a left-to-right drafter would have
+   read. The second pass predicts from these inputs, and the loss is computed on it.
 
 Pair i is (t_{i+1}, h_i). Replacing it puts pair i + k in its place, feature and token together.
 
@@ -21,12 +21,12 @@ Paper and released code differ. Each choice is an option (`CsgdSettings`), by de
   assume features of about one, so both are scaled by the root mean square of the target's features.
 - `hard_label`: "token" of the data, or "gumbel", drawn from the target.
 - `soft_temperature`: 1 in the paper; the code divides the head's logits by 0.95.
-- `learn_replaced`: both learn from replaced places. False leaves them out, because their inputs
+- `learn_replaced`: both learn from replaced positions. False leaves them out, because their inputs
   contain their answers.
 - the weights: 1 for features, 0.1 * 0.9 for the soft label, 0.1 * 0.1 for the hard one (equations 2
   to 5 and 8).
 
-Ours, and off by default: `learn_prompts`, which also learns at the places of prompts;
+Ours, and off by default: `learn_prompts`, which also learns at the positions of prompts;
 `own_features`, the share of blocks whose input features are predicted by the head, as in the deeper
 passes of a draft (like HASS, Zhang et al. 2024, arXiv 2408.15766); and `own_passes`, the number of
 passes that predict them, each from those of the pass before.
@@ -74,10 +74,10 @@ class GlancingLoss:
         self.head, self.target, self.settings = head, target, settings
         self.num_epochs, self.max_context = num_epochs, max_context
         self.noise_size = 0.1 * feature_size
-        self.place_of = head.head.places().to(target.device)
+        self.index_of = head.head.indices().to(target.device)
 
     def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
-        """Return the loss summed over the learned places, and their number."""
+        """Return the loss summed over the learned positions, and their number."""
         torch.manual_seed(batch.seed)
         k = self.head.shape.block_size
         grid = int(torch.randint(k, ()))
@@ -85,7 +85,7 @@ class GlancingLoss:
         prompts = self.settings.learn_prompts
         pairs = read_pairs(self.target, batch.items, k, self.max_context, layers, prompts)
         states = pairs.features.split(self.head.hidden_size, dim=-1)
-        truth = states[-1][pairs.rows, pairs.places + k]
+        truth = states[-1][pairs.rows, pairs.positions + k]
         # One region per pass: the second must not reuse weights that were cast without gradient.
         with mixed_precision(self.target):
             pairs = replace(pairs, features=self.head.fuse(states))
@@ -93,7 +93,7 @@ class GlancingLoss:
             scores = self.head.head.draft_logits(truth.to(self.target.dtype)).float()
         tokens, features = pairs.tokens, self._noisy(pairs)
         share = self.settings.share(batch.epoch, self.num_epochs, batch.done)
-        learned = torch.ones_like(pairs.places, dtype=torch.bool)
+        learned = torch.ones_like(pairs.positions, dtype=torch.bool)
         glances = share > 0 and k > 1
         if glances or self.settings.own_features:
             with torch.no_grad(), mixed_precision(self.target):
@@ -110,14 +110,14 @@ class GlancingLoss:
         with mixed_precision(self.target):
             second = self.head(tokens, features, grid)
         predicted, logits = self._read(second, pairs)
-        answers = pairs.tokens[pairs.rows, pairs.places + k]
+        answers = pairs.tokens[pairs.rows, pairs.positions + k]
         parts = [part[learned] for part in (predicted, truth, logits, scores, answers)]
         return self._distance(*parts), len(parts[-1])
 
     def _read(self, outputs: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Return (M, H) features and (M, R) logits at the learned places."""
+        """Return (M, H) features and (M, R) logits at the learned positions."""
         with mixed_precision(self.target):
-            predicted = outputs[pairs.rows, pairs.places]
+            predicted = outputs[pairs.rows, pairs.positions]
             return predicted, self.head.head.draft_logits(predicted)
 
     def _noisy(self, pairs: Pairs) -> Tensor:
@@ -152,38 +152,38 @@ class GlancingLoss:
         return mixed
 
     def _choose(self, wrong: Tensor, pairs: Pairs, share: float, grid: int) -> Tensor:
-        """Return (M,) bool, True for the learned places whose inputs are replaced."""
+        """Return (M,) bool, True for the learned positions whose inputs are replaced."""
         parts = []
         for errors, (first, stop) in zip(wrong.cpu().split(pairs.counts), pairs.span, strict=True):
             part = torch.zeros(len(errors), dtype=torch.bool)
             count = int(share * int(errors.sum()))
-            places = replaced_places(first, stop, count, self.head.shape.block_size, grid)
-            part[[place - first for place in places]] = True
+            positions = replaced_positions(first, stop, count, self.head.shape.block_size, grid)
+            part[[position - first for position in positions]] = True
             parts.append(part)
         return torch.cat(parts).to(wrong.device)
 
     def _replace(
         self, tokens: Tensor, features: Tensor, pairs: Pairs, chosen: Tensor, scores: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return copies of the inputs with pair i + k at every chosen place i."""
-        rows, places = pairs.rows[chosen], pairs.places[chosen]
-        later = places + self.head.shape.block_size
+        """Return copies of the inputs with pair i + k at every chosen position i."""
+        rows, positions = pairs.rows[chosen], pairs.positions[chosen]
+        later = positions + self.head.shape.block_size
         put_in = pairs.tokens[rows, later]
         if self.settings.replaced_token == "teacher":
             put_in = self.head.head.tokens(scores[chosen].argmax(dim=-1))
         tokens, features = tokens.clone(), features.clone()
-        tokens[rows, places] = put_in
-        features[rows, places] = pairs.features[rows, later]
+        tokens[rows, positions] = put_in
+        features[rows, positions] = pairs.features[rows, later]
         return tokens, features
 
     def _distance(
         self, predicted: Tensor, truth: Tensor, logits: Tensor, scores: Tensor, answers: Tensor
     ) -> Tensor:
-        """Return the weighted losses, summed over places."""
+        """Return the weighted losses, summed over positions."""
         settings, logits = self.settings, logits.float()
         near = F.smooth_l1_loss(predicted.float(), truth.float(), reduction="sum")
         loss = settings.feature_weight * near / predicted.shape[-1]
-        labels = self.place_of[answers]
+        labels = self.index_of[answers]
         if settings.hard_label == "gumbel":
             gumbel = -torch.empty_like(scores).exponential_().log()
             labels = (scores + gumbel).argmax(dim=-1)
@@ -205,10 +205,10 @@ class GlancingLoss:
         return loss
 
 
-def replaced_places(first: int, stop: int, count: int, block_size: int, grid: int) -> list[int]:
-    """Return the places in [first, stop) to replace: runs from the start of a block.
+def replaced_positions(first: int, stop: int, count: int, block_size: int, grid: int) -> list[int]:
+    """Return the positions in [first, stop) to replace: runs from the start of a block.
 
-    They leave out the last place of the block. About `count` are replaced; with k > 2 there are
+    They leave out the last position of the block. About `count` are replaced; with k > 2 there are
     count // k runs. A block begins at `grid`.
     """
     longest = block_size - 1

@@ -116,7 +116,7 @@ class FalconDrafter(PairDrafter):
         "spec_strategy='falcon'"
     )
     head: FalconHead
-    # From `start` on, `index` and `places` of each of `_lists` on the head's device.
+    # From `start` on, `index` and `order` of each of `_lists` on the head's device.
     _indices: list[tuple[Tensor | None, Tensor | None]]
 
     def __init__(
@@ -150,7 +150,7 @@ class FalconDrafter(PairDrafter):
         self._indices = cached_per_model(self.head.attention, key, self._send_indices)
 
     def _send_indices(self) -> list[tuple[Tensor | None, Tensor | None]]:
-        indices = [index for lists in self._lists for index in (lists.index, lists.places)]
+        indices = [index for lists in self._lists for index in (lists.index, lists.order)]
         sent = iter(send([i for i in indices if i is not None], self.draft_device))
         on_device = [None if index is None else next(sent) for index in indices]
         return list(zip(on_device[::2], on_device[1::2], strict=True))
@@ -159,7 +159,7 @@ class FalconDrafter(PairDrafter):
         """Return the lists of the next k levels below each node, from one pass."""
         size, num_rows = self.head.shape.block_size, len(growth.rows)
         number = growth.depth // size
-        lists, (index, places) = self._lists[number], self._indices[number]
+        lists, (index, order) = self._lists[number], self._indices[number]
         outputs = self.run_blocks(state, growth).view(num_rows, -1, self.head.hidden_size)
         if index is not None:
             outputs = outputs[:, index]
@@ -174,7 +174,7 @@ class FalconDrafter(PairDrafter):
 
         def by_level(part: Tensor) -> Tensor:
             by_row = part.view(num_rows, len(lists.outputs), *part.shape[1:])
-            by_row = by_row if places is None else by_row[:, places]
+            by_row = by_row if order is None else by_row[:, order]
             return by_row.reshape(-1, lists.num_levels, *part.shape[1:])
 
         scored = None if scores is None else by_level(scores)
@@ -201,14 +201,14 @@ class UsedLists:
         num_levels: levels of the tree that the pass predicts, k or fewer.
         outputs: which of the n * k outputs are read as lists.
         index: `outputs` as int64; None for all.
-        places: (n * num_levels,) int64, the place in `outputs` of the list of each level of each
+        order: (n * num_levels,) int64, the index in `outputs` of the list of each level of each
             block, 0 for lists that are not read; None if that is their order.
     """
 
     num_levels: int
     outputs: list[int]
     index: Tensor | None
-    places: Tensor | None
+    order: Tensor | None
 
 
 @functools.lru_cache(maxsize=64)
@@ -219,16 +219,16 @@ def used_lists(tree: RankTree, block_size: int) -> tuple[UsedLists, ...]:
         num_levels = min(block_size, tree.height - depth)
         blocks = [path for path in ((), *tree.paths) if len(path) == depth and path in tree.inner]
         read = {(path[:depth], len(path) - depth) for path in tree.paths if len(path) > depth}
-        slots = [(place, step) for place in range(len(blocks)) for step in range(num_levels)]
-        used = [(place, step) for place, step in slots if (blocks[place], step + 1) in read]
-        place_of = {slot: place for place, slot in enumerate(used)}
-        outputs = [place * block_size + step for place, step in used]
+        slots = [(number, step) for number in range(len(blocks)) for step in range(num_levels)]
+        used = [(number, step) for number, step in slots if (blocks[number], step + 1) in read]
+        index_of = {slot: number for number, slot in enumerate(used)}
+        outputs = [number * block_size + step for number, step in used]
         passes.append(
             UsedLists(
                 num_levels,
                 outputs,
                 torch.tensor(outputs) if len(outputs) < len(blocks) * block_size else None,
-                torch.tensor([place_of.get(s, 0) for s in slots]) if used != slots else None,
+                torch.tensor([index_of.get(s, 0) for s in slots]) if used != slots else None,
             )
         )
     return tuple(passes)

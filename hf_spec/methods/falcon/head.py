@@ -151,8 +151,8 @@ class FalconHead(PairHead):
     def forward(self, tokens: Tensor, features: Tensor, grid: int = 0) -> Tensor:
         """Predict the features of whole texts, padded on the right, in training.
 
-        From (B, T) int64 t_{i+1} and (B, T, H) h_i, place i of (B, T, H) has the predicted h_{i+k}.
-        A block begins at `grid`, below k.
+        From (B, T) int64 t_{i+1} and (B, T, H) h_i, position i of (B, T, H) has the predicted
+        h_{i+k}. A block begins at `grid`, below k.
         """
         mixed, _ = self.mix(tokens, features)
         length = tokens.shape[1]
@@ -175,8 +175,8 @@ class FalconHead(PairHead):
         kinds = set(getattr(config, "layer_types", None) or ("sliding_attention",))
         if window is None or kinds == {"full_attention"}:
             return form(visible)
-        place = torch.arange(len(visible), device=visible.device)
-        near = form(visible & (place > place[:, None] - window))
+        position = torch.arange(len(visible), device=visible.device)
+        near = form(visible & (position > position[:, None] - window))
         both = {"full_attention": form(visible), "sliding_attention": near}
         return near if len(kinds) == 1 else both
 

@@ -30,7 +30,7 @@ def ranks_along(
 ) -> Tensor:
     """Return the ranks of the true tokens in the lists that drafts along the true path would have.
 
-    A draft of `depth` tokens from place p of `starts` reads the tokens up to p and the target's
+    A draft of `depth` tokens from position p of `starts` reads the tokens up to p and the target's
     features before p, of (max(starts), H) or more. Its deeper passes read the true tokens, and the
     features that it predicted itself. The result is (len(starts), depth) int64; -1 for tokens
     outside the head's vocabulary, and for drafts that begin before there are k pairs, which cannot
@@ -39,8 +39,8 @@ def ranks_along(
     for start in starts:
         if not 0 <= start <= min(len(features), len(tokens) - 1 - depth):
             raise ValueError(
-                f"a draft of {depth} tokens from place {start} does not fit {len(tokens)} tokens "
-                f"with {len(features)} features"
+                f"a draft of {depth} tokens from position {start} does not fit {len(tokens)} "
+                f"tokens with {len(features)} features"
             )
     size = head.shape.block_size
     ranks = torch.full((len(starts), depth), -1)
@@ -58,8 +58,8 @@ def ranks_along(
             outputs = runner.attend(mixed[:end], [segment])
             for first in range(0, len(aligned), STARTS_AT_ONCE):
                 some = aligned[first : first + STARTS_AT_ONCE]
-                places = torch.tensor([starts[i] for i in some])
-                ranks[some] = _follow(runner, tokens, (outputs, states), places, depth)
+                positions = torch.tensor([starts[i] for i in some])
+                ranks[some] = _follow(runner, tokens, (outputs, states), positions, depth)
     return ranks
 
 
@@ -72,8 +72,8 @@ def _mix_all(
     if not head.shape.recurrent:
         return head.mix(ids, features[None])[0][0], None
     mixed, states, state = [], [], None
-    for place in range(len(features)):
-        here = slice(place, place + 1)
+    for position in range(len(features)):
+        here = slice(position, position + 1)
         out, state = head.mix(ids[:, here], features[None, here], state)
         assert state is not None, "a recurrent head carries its state"
         mixed.append(out[0])
@@ -110,9 +110,9 @@ def _follow(
 
 def _ranks(reader: FewTokensHead, predicted: Tensor, truth: Tensor) -> Tensor:
     logits = reader.draft_logits(predicted).float()
-    place = reader.places()[truth].to(logits.device)
-    true_logits = logits.gather(-1, place.clamp_min(0)[..., None])
-    return torch.where(place >= 0, (logits > true_logits).sum(dim=-1), -1).cpu()
+    index = reader.indices()[truth].to(logits.device)
+    true_logits = logits.gather(-1, index.clamp_min(0)[..., None])
+    return torch.where(index >= 0, (logits > true_logits).sum(dim=-1), -1).cpu()
 
 
 def _segment(num_pairs: int, starts: Tensor, depth: int, size: int) -> Segment:

@@ -174,8 +174,8 @@ def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text
     """Return per text (answer tokens, k) bool: True if slot j of the block drafted there is right.
 
     Row n belongs to the draft whose first token is token n of the answer, and its slot j to the
-    token j places later. Slots after the text count as wrong. Every place ends a block for one of
-    k grids, so k forward passes over the target's features and tokens cover all of them.
+    token j positions later. Slots after the text count as wrong. Every position ends a block for
+    one of k grids, so k forward passes over the target's features and tokens cover all of them.
     """
     k = head.shape.block_size
     pairs = read_pairs(model, texts, k, layers=head.hidden_layers)
@@ -183,15 +183,15 @@ def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text
         features = head.fuse(pairs.features.split(head.hidden_size, dim=-1))
     length = pairs.tokens.shape[1]
     right = torch.zeros(len(texts), length + 1, k, dtype=torch.bool, device=model.device)
-    place_of = head.head.places().to(model.device)
-    answers = place_of[pairs.tokens[pairs.rows, pairs.places + k]]
+    index_of = head.head.indices().to(model.device)
+    answers = index_of[pairs.tokens[pairs.rows, pairs.positions + k]]
     for grid in range(k):
         with mixed_precision(model):
-            predicted = head(pairs.tokens, features, grid)[pairs.rows, pairs.places]
+            predicted = head(pairs.tokens, features, grid)[pairs.rows, pairs.positions]
             choice = head.head.draft_logits(predicted).argmax(dim=-1)
-        slot = (pairs.places - grid) % k
+        slot = (pairs.positions - grid) % k
         # Pair i in slot j belongs to the block that ends k - 1 - j pairs later.
-        last = (pairs.places + k - 1 - slot).clamp_max(length)
+        last = (pairs.positions + k - 1 - slot).clamp_max(length)
         right[pairs.rows, last, slot] = choice == answers
     return [
         right[row, first + k - 1 : stop + k - 1].cpu()

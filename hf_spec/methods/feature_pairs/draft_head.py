@@ -80,17 +80,17 @@ class FewTokensHead(nn.Module):
         """Return (..., R) logits of the vocabulary of (..., hidden size)."""
         return self.scores(hidden)
 
-    def tokens(self, places: Tensor) -> Tensor:
-        """Return the token ids of places in the vocabulary."""
-        return places if self.vocabulary is None else self.vocabulary[places]
+    def tokens(self, indices: Tensor) -> Tensor:
+        """Return the token ids of indices in the vocabulary."""
+        return indices if self.vocabulary is None else self.vocabulary[indices]
 
-    def places(self) -> Tensor:
-        """Return (V,) int64 places of the tokens in the vocabulary, -1 for those outside."""
+    def indices(self) -> Tensor:
+        """Return (V,) int64 indices of the tokens in the vocabulary, -1 for those outside."""
         if self.vocabulary is None:
             return torch.arange(self.full_size)
-        places = torch.full((self.full_size,), -1)
-        places[self.vocabulary.cpu()] = torch.arange(self.size)
-        return places
+        indices = torch.full((self.full_size,), -1)
+        indices[self.vocabulary.cpu()] = torch.arange(self.size)
+        return indices
 
     @contextmanager
     def restrict_logits(self) -> Iterator[None]:

@@ -108,20 +108,20 @@ class PairDrafter(LevelDrafter):
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Add the features of the root and the accepted nodes, and update the policy."""
         super().observe(verdict, output)
-        kept_places = output.committed_indices(verdict)
+        kept_indices = output.committed_indices(verdict)
         state, recorder = self._generation, self.head.recorder
         if recorder is not None and state is not None:
-            recorder.record(state.tokens, state.generated, kept_places, output)
-        rows = [self._rows[row] for row in kept_places]
+            recorder.record(state.tokens, state.generated, kept_indices, output)
+        rows = [self._rows[row] for row in kept_indices]
         for row in rows:
             if row.first < 0:
                 row.first = self._root_positions[row.slot] - len(output.pending.get(row.slot, []))
-        places = torch.tensor([place for row in kept_places.values() for place in row])
+        indices = torch.tensor([index for row in kept_indices.values() for index in row])
         states = [output.hidden[layer] for layer in self.head.hidden_layers]
         # Layers of one target may be on several devices.
-        sent = {device: send([places], device)[0] for device in {s.device for s in states}}
+        sent = {device: send([indices], device)[0] for device in {s.device for s in states}}
         features = self.head.fuse([state[sent[state.device]] for state in states])
-        parts = features.to(self.draft_device).split([len(row) for row in kept_places.values()])
+        parts = features.to(self.draft_device).split([len(row) for row in kept_indices.values()])
         extend_rows(rows, parts)
 
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:
@@ -131,9 +131,9 @@ class PairDrafter(LevelDrafter):
         outputs = self._outputs[:, 0]
         if self._one_pass:
             # Predictions depend on the depth only, not on the drafted tokens.
-            place_of = {row: place for place, row in enumerate(self._fed_rows)}
-            places = torch.tensor([place_of[row] for row in growth.owners])
-            (index,) = send([places], self._outputs.device)
+            index_of = {row: index for index, row in enumerate(self._fed_rows)}
+            indices = torch.tensor([index_of[row] for row in growth.owners])
+            (index,) = send([indices], self._outputs.device)
             outputs = self._outputs[index, growth.depth]
         reader = self.head.head
         logits = reader(outputs) if self.processors.reads_tokens else reader.draft_logits(outputs)

@@ -272,8 +272,8 @@ class HeadRunner:
         Also their float32 probabilities, and the whole (M, R) distributions.
         """
         probs = distribution(self.head.head.draft_logits(outputs).float())
-        likely, places = probs.topk(num_ranks, dim=-1)
-        return self.head.head.tokens(places), likely, probs
+        likely, indices = probs.topk(num_ranks, dim=-1)
+        return self.head.head.tokens(indices), likely, probs
 
     def _begin(self, segments: Sequence[Segment]) -> tuple[PackedStep, Tensor]:
         self.forwards += 1

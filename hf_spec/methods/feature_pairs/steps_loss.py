@@ -43,14 +43,16 @@ class StepsLoss:
     def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
         """Return the loss summed over the learned positions, and their number."""
         pairs = read_pairs(self.target, batch.items, 1, self.settings.max_context, self.layers)
-        target_probs = self.teacher.probs_at(pairs, pairs.rows, pairs.places)
+        target_probs = self.teacher.probs_at(pairs, pairs.rows, pairs.positions)
         weights = falling_weights(self.settings.step_weight, self.settings.steps)
         total = torch.zeros((), device=target_probs.device)
         for step, outputs in enumerate(self._steps(pairs)):
             # Positions before `step` have no draft of that depth.
-            deep = pairs.places >= step
+            deep = pairs.positions >= step
             with self.teacher.autocast():
-                logits = self.head.head.draft_logits(outputs[pairs.rows[deep], pairs.places[deep]])
+                logits = self.head.head.draft_logits(
+                    outputs[pairs.rows[deep], pairs.positions[deep]]
+                )
             total = total + cross_entropy(logits, target_probs[deep]).sum() * weights[step]
         return total, len(target_probs)
 
@@ -62,16 +64,16 @@ class StepsLoss:
         which equal the draft's as long as it is correct. Tokens past the text count as wrong.
         """
         pairs = read_pairs(self.target, texts, 1, None, self.layers)
-        answers = pairs.tokens[pairs.rows, pairs.places + 1]
+        answers = pairs.tokens[pairs.rows, pairs.positions + 1]
         size = (len(texts), pairs.tokens.shape[1] + self.settings.steps, self.settings.steps)
         correct = torch.zeros(size, dtype=torch.bool, device=answers.device)
         for step, outputs in enumerate(self._steps(pairs)):
             with self.teacher.autocast():
-                logits = self.head.head.draft_logits(outputs[pairs.rows, pairs.places])
+                logits = self.head.head.draft_logits(outputs[pairs.rows, pairs.positions])
             hit = self.head.head.tokens(logits.argmax(dim=-1)) == answers
             # The draft with this token as number `step` began `step` positions earlier.
-            deep = pairs.places >= step
-            correct[pairs.rows[deep], pairs.places[deep] - step, step] = hit[deep]
+            deep = pairs.positions >= step
+            correct[pairs.rows[deep], pairs.positions[deep] - step, step] = hit[deep]
         return [correct[row, first:stop].cpu() for row, (first, stop) in enumerate(pairs.span)]
 
     def _steps(self, pairs: Pairs) -> Iterator[Tensor]:

@@ -24,13 +24,13 @@ class Teacher:
         with self.autocast():
             return self.head.draft_logits(states.to(self.target.dtype)).float().softmax(dim=-1)
 
-    def probs_at(self, pairs: Pairs, rows: Tensor, places: Tensor) -> Tensor:
-        """Return (M, R) probabilities of the tokens after t_{i+1} at M places of texts.
+    def probs_at(self, pairs: Pairs, rows: Tensor, positions: Tensor) -> Tensor:
+        """Return (M, R) probabilities of the tokens after t_{i+1} at M positions of texts.
 
         The last of the layers in `pairs` is the state behind the final norm.
         """
         width = self.target.config.get_text_config().hidden_size
-        return self.probs(pairs.features[rows, places + 1, -width:])
+        return self.probs(pairs.features[rows, positions + 1, -width:])
 
     def autocast(self) -> torch.autocast:
         """Return autocast to bfloat16, enabled for targets in half precision."""

@@ -2,8 +2,8 @@
 
 Only the heads are trained ("Medusa-1", Cai et al. 2024, arXiv 2401.10774, section 2.2). They start
 as the target's output head: residual blocks are zero, projections its rows. Head k learns the
-target's distribution of the token k + 1 places after the feature's, where the target has read all
-tokens between (the paper's self-distillation, section 2.3)::
+target's distribution of the token k + 1 positions after the feature's, where the target has read
+all tokens between (the paper's self-distillation, section 2.3)::
 
     loss = sum_k w_k CE(target distribution over the R draft tokens, head k)
     w_k  = step_weight^k / sum_k step_weight^k
@@ -135,11 +135,11 @@ class LevelsLoss:
         total = torch.zeros((), device=pairs.tokens.device)
         for level, weight in enumerate(self.weights):
             known = pairs.has_level(level)
-            rows, places = pairs.rows[known], pairs.places[known]
-            probs = self.teacher.probs_at(pairs, rows, places + level)
-            logits = self._logits(pairs.features[rows, places], level)
+            rows, positions = pairs.rows[known], pairs.positions[known]
+            probs = self.teacher.probs_at(pairs, rows, positions + level)
+            logits = self._logits(pairs.features[rows, positions], level)
             total = total + cross_entropy(logits, probs).sum() * weight
-        return total, len(pairs.places)
+        return total, len(pairs.positions)
 
     @torch.no_grad()
     def matches(self, texts: Sequence[Text]) -> list[Tensor]:
@@ -148,15 +148,15 @@ class LevelsLoss:
         Row n is the draft whose first token is answer token n. Tokens past the text count as wrong.
         """
         pairs = read_pairs(self.target, texts, 1)
-        length = len(pairs.places)
+        length = len(pairs.positions)
         correct = torch.zeros(length, self.heads.num_levels, dtype=torch.bool)
         for level in range(self.heads.num_levels):
             known = pairs.has_level(level)
-            rows, places = pairs.rows[known], pairs.places[known]
-            chosen = self._logits(pairs.features[rows, places], level).argmax(dim=-1)
+            rows, positions = pairs.rows[known], pairs.positions[known]
+            chosen = self._logits(pairs.features[rows, positions], level).argmax(dim=-1)
             if self.heads.vocabulary is not None:
                 chosen = self.heads.vocabulary.to(chosen.device)[chosen]
-            hits = chosen == pairs.tokens[rows, places + level + 1]
+            hits = chosen == pairs.tokens[rows, positions + level + 1]
             correct[known.cpu(), level] = hits.cpu()
         return list(correct.split(pairs.counts))
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.adapter import BaseModel
-from hf_spec.adapters.hub import Place
+from hf_spec.adapters.hub import HubRepo
 from hf_spec.adapters.published import (
     INDEX,
     PublishedFamily,
@@ -183,7 +183,7 @@ def head_of_target_files(target: PreTrainedModel) -> MtpHead:
     folder = Path(name)
     if not folder.is_dir():
         revision = getattr(target.config, "_commit_hash", None)
-        folder = Place(name, revision).fetch((INDEX, "*.safetensors"))
+        folder = HubRepo(name, revision).fetch((INDEX, "*.safetensors"))
     return build_from(f"the MTP module of {name!r}", folder, target)
 
 

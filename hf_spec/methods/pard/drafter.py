@@ -19,7 +19,7 @@ from hf_spec.drafting.config import AUTO, AssistantConfig, shared_options
 from hf_spec.drafting.cost_model.adaptive_length_drafter import with_policy
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.drafting.level_drafter import stacked
-from hf_spec.drafting.token_graph import place_graph
+from hf_spec.drafting.token_graph import position_graph
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.sampling import distribution, draw
@@ -149,7 +149,7 @@ class PardDrafter(DraftModelDrafter):
         self.graphs = {}
         for row, (tokens, token_probs, _, probs) in predicted.items():
             root = state.tokens[row][-1]
-            graph = place_graph(root, tokens, token_probs, state.stop.ends_sequence)
+            graph = position_graph(root, tokens, token_probs, state.stop.ends_sequence)
             sent = graph.unmerge(self.shape.max_nodes, depths[row])
             self.graphs[row] = graph
             drafts[row] = sent.tokens, sent.parents
@@ -177,8 +177,8 @@ class PardDrafter(DraftModelDrafter):
         logits = self._runner.forward(tree, state.tokens).logits.to(state.device, torch.float32)
         # Keep the root's keys and values and drop those of the masks.
         self._runner.keep([()] * state.num_rows)
-        places = [(row, place) for row, depth in depths.items() for place in range(depth)]
-        rows, prefixes = [row for row, _ in places], None
+        positions = [(row, index) for row, depth in depths.items() for index in range(depth)]
+        rows, prefixes = [row for row, _ in positions], None
         # The draft tokens in between are unknown, so processors see only the committed text.
         if self.processors.reads_prefix:
             prefixes = state.prefixes(rows, [()] * len(rows))
@@ -188,7 +188,9 @@ class PardDrafter(DraftModelDrafter):
             token_probs = probs.gather(-1, tokens)
         else:
             token_probs, tokens = probs.topk(min(self.shape.children, probs.shape[-1]), dim=-1)
-        scores = self.policy.score(probs, [state.generated[row] + place for row, place in places])
+        scores = self.policy.score(
+            probs, [state.generated[row] + index for row, index in positions]
+        )
         fetched = fetch_all([tokens, token_probs, *([] if scores is None else [scores])])
         if scores is None:
             fetched.append([0.0] * len(rows))

@@ -37,13 +37,13 @@ class Storage(ctypes.Structure):
 
     _fields_ = (
         ("numbers", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("slot", "head", "place")),
+        *((name, ctypes.c_int64) for name in ("slot", "head", "entry")),
     )
 
     def point_to(self, buffer: torch.Tensor) -> None:
         """Point to (S, H, C, D) keys or values."""
         self.numbers = buffer.data_ptr()
-        self.slot, self.head, self.place, _ = buffer.stride()
+        self.slot, self.head, self.entry, _ = buffer.stride()
 
 
 class Attention(ctypes.Structure):
@@ -71,7 +71,7 @@ class Call(ctypes.Structure):
     """Arguments of one call; see `Call` in `layer.h`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("inputs", "outputs", "places", "layout")),
+        *((name, ctypes.c_void_p) for name in ("inputs", "outputs", "slot_mapping", "layout")),
         *((name, ctypes.c_int64) for name in ("tokens", "threads")),
     )
 

@@ -19,10 +19,10 @@ struct Weight {
     const void* numbers;
 };
 
-// Buffer of keys or values, and its strides between slots, heads and places, in elements.
+// Buffer of keys or values, and its strides between slots, heads and entries, in elements.
 struct Storage {
     void* numbers;
-    int64_t slot, head, place;
+    int64_t slot, head, entry;
 };
 
 // The kernels and buffers of a layer's attention. `write` is null where the layer shares the keys and
@@ -42,7 +42,7 @@ struct Attention {
 struct Call {
     const void* const* inputs;
     void* const* outputs;
-    const int32_t* places;
+    const int32_t* slot_mapping;
     const void* layout;
     int64_t tokens;
     int64_t threads;
@@ -154,24 +154,24 @@ void change(const T* states, const void* down, const void* up, const void* gate,
     }
 }
 
-// Writes new keys or values to their places; strides between tokens and heads are in elements.
+// Writes new keys or values to their entries; strides between tokens and heads are in elements.
 template <typename T>
-void store(const Attention& attention, const Storage& to, const int32_t* places, const T* states,
+void store(const Attention& attention, const Storage& to, const int32_t* slot_mapping, const T* states,
            int64_t token, int64_t head, int64_t tokens, int64_t heads, int64_t width) {
     constexpr int64_t SIZE = sizeof(T);
     if (attention.write)
         attention.write(states, SIZE * token, SIZE * head, to.numbers, SIZE * to.slot, SIZE * to.head,
-                        SIZE * to.place, places, tokens, heads, SIZE * width);
+                        SIZE * to.entry, slot_mapping, tokens, heads, SIZE * width);
 }
 
-// Attention of queries on the places that the step's layout shows them.
+// Attention of queries on the entries that the step's layout shows them.
 template <typename T>
 void attend(const Attention& attention, const void* layout, const T* query, int64_t token,
             int64_t head, T* results, const float* sinks, float scale, float softcap, int64_t heads,
             int64_t kv_heads, int64_t width, int64_t value_width, int threads) {
     const Storage &keys = attention.keys, &values = attention.values;
-    attention.attend(query, token, head, keys.numbers, keys.slot, keys.head, keys.place, values.numbers,
-                     values.slot, values.head, values.place, results, layout, nullptr, sinks, scale,
+    attention.attend(query, token, head, keys.numbers, keys.slot, keys.head, keys.entry, values.numbers,
+                     values.slot, values.head, values.entry, results, layout, nullptr, sinks, scale,
                      softcap, attention.window, attention.chunk, heads, kv_heads, width, value_width,
                      threads);
 }

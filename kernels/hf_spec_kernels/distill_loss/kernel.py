@@ -113,8 +113,8 @@ def backward_kernel(
     right = tl.where(index == label, 1.0, 0.0)
     grad += tl.where(label >= 0, hard * (tl.exp(z - log_z) - right), 0.0)
     grad *= tl.load(upstream_ptr).to(tl.float32)
-    place = grad_ptr + row * vocab_size + index
-    tl.store(place, grad.to(grad_ptr.dtype.element_ty), mask=mask)
+    address = grad_ptr + row * vocab_size + index
+    tl.store(address, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
 def _numbers(logits: Tensor, teacher_logits: Tensor, weights: DistillWeights) -> tuple[Any, ...]:
@@ -135,10 +135,10 @@ class _DistillLoss(torch.autograd.Function):
         ctx.weights = weights
         if num_rows:
             launches[OP] += 1
-            places = (logits, teacher_logits, labels, loss, sums)
+            tensors = (logits, teacher_logits, labels, loss, sums)
             numbers = _numbers(logits, teacher_logits, weights)
             tile = vocabulary_config(OP, logits)
-            forward_kernel[(num_rows,)](*places, *numbers, KL=weights.divergence == "kl", **tile)
+            forward_kernel[(num_rows,)](*tensors, *numbers, KL=weights.divergence == "kl", **tile)
         return loss.sum()
 
     @staticmethod
@@ -148,10 +148,10 @@ class _DistillLoss(torch.autograd.Function):
         grad = logits.new_empty(num_rows, vocab_size)
         tile = vocabulary_config(OP, logits)
         if num_rows:
-            places = (logits, teacher_logits, labels, sums, upstream, grad)
+            tensors = (logits, teacher_logits, labels, sums, upstream, grad)
             numbers = _numbers(logits, teacher_logits, ctx.weights)
             grid = (num_rows, triton.cdiv(vocab_size, tile["BLOCK_V"]))
-            backward_kernel[grid](*places, *numbers, **tile)
+            backward_kernel[grid](*tensors, *numbers, **tile)
         return grad, None, None, None
 
 

@@ -26,9 +26,9 @@ def draft_features_kernel(
 ):  # fmt: skip
     """Write (M, NUM_TOP + 1) float32 to `out_ptr`."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK_K)
-    # Unused places hold inf, which is never replaced.
-    best = tl.where(place < NUM_TOP, 0.0, float("inf"))
+    column = tl.arange(0, BLOCK_K)
+    # Unused columns hold inf, which is never replaced.
+    best = tl.where(column < NUM_TOP, 0.0, float("inf"))
     entropy = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, vocab_size, BLOCK_V):
         index = start + tl.arange(0, BLOCK_V)
@@ -41,18 +41,18 @@ def draft_features_kernel(
         while largest > smallest:
             taken = tl.min(tl.where(probs == largest, index, vocab_size), axis=0)
             probs = tl.where(index == taken, 0.0, probs)
-            given = tl.min(tl.where(best == smallest, place, BLOCK_K), axis=0)
-            best = tl.where(place == given, largest, best)
+            given = tl.min(tl.where(best == smallest, column, BLOCK_K), axis=0)
+            best = tl.where(column == given, largest, best)
             largest = tl.max(probs, axis=0)
             smallest = tl.min(best, axis=0)
     out_ptr += row * (NUM_TOP + 1)
     tl.store(out_ptr + NUM_TOP, tl.sum(entropy, axis=0))
-    best = tl.where(place < NUM_TOP, best, -1.0)
+    best = tl.where(column < NUM_TOP, best, -1.0)
     for rank in range(NUM_TOP):
         largest = tl.max(best, axis=0)
         tl.store(out_ptr + rank, largest)
-        taken = tl.min(tl.where(best == largest, place, BLOCK_K), axis=0)
-        best = tl.where(place == taken, -1.0, best)
+        taken = tl.min(tl.where(best == largest, column, BLOCK_K), axis=0)
+        best = tl.where(column == taken, -1.0, best)
 
 
 def draft_features(draft_probs: Tensor, num_top: int) -> Tensor:

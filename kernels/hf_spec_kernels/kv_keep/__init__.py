@@ -12,7 +12,7 @@ from hf_spec_kernels.kv_keep.reference import Moves, kv_keep_ref
 
 
 def kv_keep(buffers: Sequence[Tensor], moves: Moves, impl: str = "auto") -> None:
-    """Copy keys and values to other places of their slots, in place, in every buffer.
+    """Copy keys and values to other entries of their slots, in place, in every buffer.
 
     Sources and targets may overlap: a move is read completely before it is written.
 

@@ -63,7 +63,7 @@ def kv_keep(buffers: Sequence[Tensor], moves: Moves) -> None:
     for name, size in sizes.items():
         check_tensor(f"moves.{name}", getattr(moves, name), (size,), torch.int32, device)
     if not 0 <= moves.max_sources <= TILE:
-        raise ValueError(f"a move of {moves.max_sources} places; the kernel takes up to {TILE}")
+        raise ValueError(f"a move of {moves.max_sources} entries; the kernel takes up to {TILE}")
     alike = defaultdict(list)
     for index, buffer in enumerate(buffers):
         check_tensor(f"buffers[{index}]", buffer, (None, None, None, None), DTYPES, device)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moves:
-    """R moves, each from some places of a slot to consecutive places of the same slot.
+    """R moves, each from some entries of a slot to consecutive entries of the same slot.
 
     Attributes:
         slot: (R,) int32, without duplicates.
-        target: (R,) int32, first target place of each move.
-        source: (M,) int32, source places of all moves in order.
+        target: (R,) int32, first target entry of each move.
+        source: (M,) int32, source entries of all moves in order.
         source_start: (R + 1,) int32, start of each move in `source`.
         max_sources: largest number of sources of a move, or an upper bound, on the host.
     """

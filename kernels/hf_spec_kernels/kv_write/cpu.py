@@ -16,7 +16,9 @@ _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURE = (_ADDRESS, _INT, _INT, _ADDRESS, _INT, _INT, _INT, _ADDRESS, _INT, _INT, _INT)
 
 
-def kv_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
+def kv_write(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor
+) -> None:
     """Run the kernel; see the package's function."""
     launches["kv_write"] += 1
     for states, pool in ((key, keys), (value, values)):
@@ -27,7 +29,7 @@ def kv_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Te
             *(size * stride for stride in states.stride()[:2]),
             pool.data_ptr(),
             *(size * stride for stride in pool.stride()[:3]),
-            place.data_ptr(),
+            slot_mapping.data_ptr(),
             num_tokens,
             num_heads,
             size * width,

@@ -25,7 +25,7 @@ def _copy(source, target, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def kv_write_kernel(
-    key_ptr, value_ptr, keys_ptr, values_ptr, place_ptr,
+    key_ptr, value_ptr, keys_ptr, values_ptr, slot_mapping_ptr,
     stride_key_t, stride_key_h, stride_value_t, stride_value_h,
     stride_keys_s, stride_keys_h, stride_keys_c,
     stride_values_s, stride_values_h, stride_values_c,
@@ -37,18 +37,20 @@ def kv_write_kernel(
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     token, head = row // num_heads, row % num_heads
     inside = token < num_tokens
-    slot = tl.load(place_ptr + token, mask=inside, other=-1).to(tl.int64)
-    place = tl.load(place_ptr + num_tokens + token, mask=inside, other=0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token, mask=inside, other=-1).to(tl.int64)
+    entry = tl.load(slot_mapping_ptr + num_tokens + token, mask=inside, other=0).to(tl.int64)
     mask = slot >= 0
     source = key_ptr + token * stride_key_t + head * stride_key_h
-    target = keys_ptr + slot * stride_keys_s + head * stride_keys_h + place * stride_keys_c
+    target = keys_ptr + slot * stride_keys_s + head * stride_keys_h + entry * stride_keys_c
     _copy(source, target, mask, HEAD, BLOCK_D)
     source = value_ptr + token * stride_value_t + head * stride_value_h
-    target = values_ptr + slot * stride_values_s + head * stride_values_h + place * stride_values_c
+    target = values_ptr + slot * stride_values_s + head * stride_values_h + entry * stride_values_c
     _copy(source, target, mask, VALUE_HEAD, BLOCK_V)
 
 
-def kv_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
+def kv_write(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor
+) -> None:
     """Launch the kernel; see the package's function."""
     num_tokens, num_heads, head_size = key.shape
     if not num_tokens:
@@ -58,7 +60,7 @@ def kv_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Te
     block_r = max(1, TILE // max(block_d, block_v))
     launches[OP] += 1
     kv_write_kernel[(triton.cdiv(num_tokens * num_heads, block_r),)](
-        key, value, keys, values, place,
+        key, value, keys, values, slot_mapping,
         *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         num_tokens, num_heads,
         HEAD=head_size, VALUE_HEAD=value.shape[2],

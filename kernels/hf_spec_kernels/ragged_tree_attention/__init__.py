@@ -36,18 +36,18 @@ def ragged_tree_attention(
     scoring: Scoring | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute attention of every packed query on the visible places of its slot.
+    """Compute attention of every packed query on the visible entries of its slot.
 
     Args:
         query: (T, H, D) float32, float16 or bfloat16; with last stride 1.
-        keys: (S, H_kv, C, D), S slots of C places; H is a multiple of H_kv.
+        keys: (S, H_kv, C, D), S slots of C entries; H is a multiple of H_kv.
         values: (S, H_kv, C, Dv). Keys and values of the queries themselves must have been written.
-        layout: slot and visible places of each query.
+        layout: slot and visible entries of each query.
         scoring: scale, window, cap, biases and sinks; plain by default.
         impl: see the package.
 
     Returns:
-        (T, H, Dv) in the dtype of `query`, with float32 sums. Queries without visible places get
+        (T, H, Dv) in the dtype of `query`, with float32 sums. Queries without visible entries get
         zeros; Inf or NaN in visible keys or values give NaN for that query only.
     """
     scoring = scoring or Scoring()

@@ -3,7 +3,7 @@
 // Queries that share a key head and a slot go through a block together. A result has the same bits
 // whatever else is in the step, and on any number of threads: sums depend on the keys that a query
 // sees, not on others between them (a tree stores siblings there). So the largest score of all keys
-// is found first, weights are added exactly, and values in the order of their places.
+// is found first, weights are added exactly, and values in the order of their entries.
 
 #include <algorithm>
 #include <cmath>
@@ -32,7 +32,7 @@ inline int64_t whole_vectors(int64_t size) { return (size + LANES - 1) / LANES *
 template <typename T>
 struct Pool {
     const T* data;
-    int64_t slot, head, place;
+    int64_t slot, head, entry;
 };
 
 // See RaggedLayout and Scoring.
@@ -89,17 +89,17 @@ inline int64_t factors(int64_t size) {
 template <typename T>
 struct Block {
     const T *data, *next;
-    int64_t place, count, size;
+    int64_t entry, count, size;
 };
 
 // A block in rows of whole vectors: as it lies, or copied.
 template <typename T>
 Table<T> rows_of(const Block<T>& block, InLines<T>& copy) {
-    if (block.size % LANES == 0) return {block.data, block.place, block.next};
+    if (block.size % LANES == 0) return {block.data, block.entry, block.next};
     const int64_t stride = whole_vectors(block.size);
     copy.resize(BLOCK * stride);
     for (int64_t i = 0; i < block.count; ++i)
-        std::memcpy(&copy[i * stride], block.data + i * block.place, block.size * sizeof(T));
+        std::memcpy(&copy[i * stride], block.data + i * block.entry, block.size * sizeof(T));
     return {copy.data(), stride, block.next};
 }
 
@@ -126,7 +126,7 @@ Table<Factor<T>> transposed(const Block<T>& block, InLines<Factor<T>>& copy) {
             Floats tile[LANES] = {};
             for (int i = 0; i < LANES; ++i)
                 if (first + i < block.count)
-                    tile[i] = factors_from(block.data + (first + i) * block.place + d, block.size - d);
+                    tile[i] = factors_from(block.data + (first + i) * block.entry + d, block.size - d);
             transpose(tile);
             for (int i = 0; i < LANES; ++i)
                 store(reinterpret_cast<float*>(&copy[(row + i) * BLOCK + first]), tile[i]);
@@ -146,7 +146,7 @@ inline double exact_sum(const float* numbers, int64_t count) {
 
 // q.k of one query and LANES keys from `first` on, the last one again for those after `count`.
 inline Floats products(const float* query, Table<float> keys, int64_t first, int64_t count, int64_t size) {
-    // So many at a time keep the multipliers busy, and their places fit the registers.
+    // So many at a time keep the multipliers busy, and their sums fit the registers.
     constexpr int EACH = std::min(LANES, 8);
     Floats found[LANES] = {};
     for (int group = 0; group < LANES; group += EACH) {
@@ -229,7 +229,7 @@ struct Rows {
           slot(call.layout.slot[item.segment]),
           key_size(whole_vectors(factors<T>(call.head_size))),
           value_size(whole_vectors(call.value_size)),
-          first(first_place() / BLOCK * BLOCK),
+          first(first_entry() / BLOCK * BLOCK),
           num_keys(call.layout.num_keys[item.segment]),
           blocks(std::max<int64_t>(0, num_keys - first + BLOCK - 1) / BLOCK),
           // Rows a power of two apart would share few lines of a cache.
@@ -263,8 +263,8 @@ struct Rows {
     int64_t count_of(int64_t begin) const { return std::min<int64_t>(BLOCK, num_keys - begin); }
 
     Block<T> block_of(const Pool<T>& pool, int64_t size, int64_t begin) const {
-        const T* data = pool.data + slot * pool.slot + item.head * pool.head + begin * pool.place;
-        return {data, data + BLOCK * pool.place, pool.place, count_of(begin), size};
+        const T* data = pool.data + slot * pool.slot + item.head * pool.head + begin * pool.entry;
+        return {data, data + BLOCK * pool.entry, pool.entry, count_of(begin), size};
     }
 
     static uint64_t all_of(int64_t count) { return count == BLOCK ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
@@ -282,14 +282,14 @@ struct Rows {
         return call.scoring.chunk ? position - position % call.scoring.chunk : INT32_MIN;
     }
 
-    int64_t position_of(int64_t place) const {
+    int64_t position_of(int64_t entry) const {
         const Layout& layout = call.layout;
-        const int64_t after = place - layout.prefix[item.segment];
-        return after < 0 ? layout.first_position[item.segment] + place
+        const int64_t after = entry - layout.prefix[item.segment];
+        return after < 0 ? layout.first_position[item.segment] + entry
                          : layout.key_position[layout.key_start[item.segment] + after];
     }
 
-    // A bit for each of `count` places from `begin` on that a query sees.
+    // A bit for each of `count` entries from `begin` on that a query sees.
     uint64_t seen(int64_t token, int64_t begin, int64_t count) const {
         const Layout& layout = call.layout;
         const int64_t prefix = layout.prefix[item.segment], oldest_seen = oldest(token);
@@ -309,12 +309,12 @@ struct Rows {
         return found;
     }
 
-    // No query of these looks at a place before this one.
-    int64_t first_place() const {
+    // No query of these sees an entry before this one.
+    int64_t first_entry() const {
         int64_t first = INT32_MAX;
         for (int64_t row = 0; row < item.count; row += groups) first = std::min(first, oldest(token(row)));
         first = std::min(first, oldest(token(item.count - 1)));
-        // A place lies no further behind the first one by position than by number.
+        // An entry is no further behind the first one by position than by number.
         return std::max<int64_t>(0, first - call.layout.first_position[item.segment]);
     }
 
@@ -459,13 +459,13 @@ void attend(const Call<T>& call, int threads) {
 #define ATTEND(NAME, TYPE)                                                                        \
     void attend_##NAME(                                                                            \
         const TYPE* query, int64_t token, int64_t head, const TYPE* keys, int64_t key_slot,        \
-        int64_t key_head, int64_t key_place, const TYPE* values, int64_t value_slot,               \
-        int64_t value_head, int64_t value_place, TYPE* out, const Layout* layout,                  \
+        int64_t key_head, int64_t key_entry, const TYPE* values, int64_t value_slot,               \
+        int64_t value_head, int64_t value_entry, TYPE* out, const Layout* layout,                  \
         const float* slopes, const float* sinks, float scale, float softcap, int64_t window,       \
         int64_t chunk, int64_t num_heads, int64_t kv_heads, int64_t head_size, int64_t value_size, \
         int threads) {                                                                             \
-        attend<TYPE>({query, token, head, {keys, key_slot, key_head, key_place},                   \
-                      {values, value_slot, value_head, value_place}, out, *layout,                 \
+        attend<TYPE>({query, token, head, {keys, key_slot, key_head, key_entry},                   \
+                      {values, value_slot, value_head, value_entry}, out, *layout,                 \
                       {slopes, sinks, scale, softcap, int32_t(window), int32_t(chunk)},            \
                       num_heads, kv_heads, head_size, value_size}, threads);                       \
     }

@@ -103,10 +103,10 @@ def ragged_tree_attention_kernel(
     for tail in tl.static_range(2):
         stop = end if tail else middle
         for start in range(middle if tail else begin, stop, BLOCK_N):
-            place = start + tl.arange(0, BLOCK_N)
-            mask_n = place < stop
+            entry = start + tl.arange(0, BLOCK_N)
+            mask_n = entry < stop
             key = tl.load(
-                key_ptr + place[:, None].to(tl.int64) * stride_key_c + offs_d[None, :],
+                key_ptr + entry[:, None].to(tl.int64) * stride_key_c + offs_d[None, :],
                 mask=mask_n[:, None] & (offs_d[None, :] < HEAD),
                 other=0.0,
             )
@@ -123,27 +123,27 @@ def ragged_tree_attention_kernel(
                 # the registers.
                 bit = start - prefix
                 byte = (bit >> 3) + tl.arange(0, BLOCK_N // 8)
-                places_of_byte = row_bits[:, None] + byte[None, :]
+                byte_ptr = row_bits[:, None] + byte[None, :]
                 low = tl.load(
-                    places_of_byte,
+                    byte_ptr,
                     mask=mask_m[:, None] & ((byte >= 0) & (byte < num_bytes))[None, :],
                     other=0,
                 )
                 high = tl.load(
-                    places_of_byte + 1,
+                    byte_ptr + 1,
                     mask=mask_m[:, None] & ((byte >= -1) & (byte + 1 < num_bytes))[None, :],
                     other=0,
                 )
                 joined = (low.to(tl.int32) | (high.to(tl.int32) << 8)) >> (bit & 7)
                 seen = ((joined[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1) != 0
                 seen = tl.reshape(seen, [BLOCK_M, BLOCK_N])
-                visible = visible & (seen | (place < prefix)[None, :])
+                visible = visible & (seen | (entry < prefix)[None, :])
             if HAS_WINDOW or HAS_SLOPES:
-                key_position = first_position + place
+                key_position = first_position + entry
                 if tail:
-                    after = place >= prefix
+                    after = entry >= prefix
                     listed = tl.load(
-                        key_position_ptr + place - prefix, mask=mask_n & after, other=0
+                        key_position_ptr + entry - prefix, mask=mask_n & after, other=0
                     )
                     key_position = tl.where(after, listed, key_position)
                 distance = position[:, None] - key_position[None, :]
@@ -159,7 +159,7 @@ def ragged_tree_attention_kernel(
             shrink = tl.exp(top - base)
             total = total * shrink + tl.sum(weights, axis=1)
             value = tl.load(
-                value_ptr + place[:, None].to(tl.int64) * stride_value_c + offs_v[None, :],
+                value_ptr + entry[:, None].to(tl.int64) * stride_value_c + offs_v[None, :],
                 mask=mask_n[:, None] & (offs_v[None, :] < VALUE_HEAD),
                 other=0.0,
             )
@@ -203,8 +203,8 @@ def add_splits_kernel(
     """Partial (splits, T * H, VALUE_HEAD), weights (splits, T * H) -> out (T * H, VALUE_HEAD)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
-    place = split.to(tl.int64) * num_rows + row
-    weight = tl.load(weight_ptr + place, mask=split < num_splits, other=float("-inf"))
+    offset = split.to(tl.int64) * num_rows + row
+    weight = tl.load(weight_ptr + offset, mask=split < num_splits, other=float("-inf"))
     top = tl.max(weight, axis=0)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + row % num_heads).to(tl.float32)
@@ -217,7 +217,7 @@ def add_splits_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     mask_v = offs_v < VALUE_HEAD
     partial = tl.load(
-        partial_ptr + place[:, None] * VALUE_HEAD + offs_v[None, :],
+        partial_ptr + offset[:, None] * VALUE_HEAD + offs_v[None, :],
         mask=(weight > float("-inf"))[:, None] & mask_v[None, :],
         other=0.0,
     )

@@ -1,4 +1,4 @@
-"""Visible places of the packed queries of a ragged batch, as flat tensors."""
+"""Visible entries of the packed queries of a ragged batch, as flat tensors."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class Addresses(ctypes.Structure):
 class RaggedLayout:
     """G segments of consecutive queries, each on one slot.
 
-    Every query of a segment sees the slot's first `prefix` places, and those from `prefix` to
+    Every query of a segment sees the slot's first `prefix` entries, and those from `prefix` to
     `num_keys` whose bit is set. A segment may have no queries and no keys.
 
     Attributes:
         slot: (G,) int32.
         query_start: (G + 1,) int32, start of each segment among the T queries, all of which are
             covered.
-        num_keys: (G,) int32, used places of the slot.
+        num_keys: (G,) int32, used entries of the slot.
         prefix: (G,) int32, at most `num_keys`.
-        bits: (T, W) uint8; bit j % 8 of byte j // 8 is place `prefix + j`. W may be 0.
+        bits: (T, W) uint8; bit j % 8 of byte j // 8 is entry `prefix + j`. W may be 0.
         position: (T,) int32, position of each query.
-        first_position: (G,) int32, position of place 0; positions of a prefix are consecutive. Read
+        first_position: (G,) int32, position of entry 0; positions of a prefix are consecutive. Read
             for windows and ALiBi only, like the next two.
-        key_position: flat int32, positions of the places after each segment's prefix; a position
-            is at most as far from the first one as its place is from place 0.
+        key_position: flat int32, positions of the entries after each segment's prefix; a position
+            is at most as far from the first one as its index is from 0.
         key_start: (G,) int32, start of each segment in `key_position`.
         max_queries, max_keys: most of a segment, or upper bounds, on the host.
     """

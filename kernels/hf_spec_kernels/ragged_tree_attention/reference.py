@@ -51,14 +51,14 @@ def _scores(
     num_keys, prefix = key.shape[1], int(layout.prefix[segment])
     rows = slice(int(layout.query_start[segment]), int(layout.query_start[segment + 1]))
     # Positions are consecutive in the prefix and listed after it.
-    place, start = torch.arange(num_keys, device=query.device), int(layout.key_start[segment])
+    entry, start = torch.arange(num_keys, device=query.device), int(layout.key_start[segment])
     listed = layout.key_position[start : start + num_keys - prefix]
-    positions = torch.cat([layout.first_position[segment] + place[:prefix], listed])
+    positions = torch.cat([layout.first_position[segment] + entry[:prefix], listed])
     # Distance of each key before the query; negative for keys of other branches only.
     distance = layout.position[rows, None] - positions
     if scoring.slopes is not None:
         scores = scores - scoring.slopes.to(scores.dtype)[:, None, None] * distance
-    tail = place[: num_keys - prefix]
+    tail = entry[: num_keys - prefix]
     bits = (layout.bits[rows][:, tail // 8] >> (tail % 8).to(torch.uint8)) & 1
     visible = torch.cat([bits.new_ones(bits.shape[0], prefix), bits], dim=1).bool()
     if scoring.window is not None:

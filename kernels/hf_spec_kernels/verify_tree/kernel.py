@@ -45,7 +45,7 @@ def chunk_kernel(
     logits_ptr, top_ptr, where_ptr, stride_logits, vocab_size,
     BLOCK_V: tl.constexpr, SENTINEL: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N, chunks): maxima (N, chunks) float32 with their places int32, or sums float32."""
+    """Grid (N, chunks): maxima (N, chunks) float32 with their indices int32, or sums float32."""
     node, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = index < vocab_size
@@ -209,9 +209,9 @@ def walk_kernel(
                 token, _ = _first_beyond(probs, goal - before, index, SENTINEL)
                 bonus = token.to(tl.int64)
         else:
-            places = tl.load(where_ptr + stats, mask=inside, other=SENTINEL)
+            indices = tl.load(where_ptr + stats, mask=inside, other=SENTINEL)
             _, best = _largest(tops, chunk, SENTINEL)
-            token = tl.min(tl.where(chunk == best, places, SENTINEL), axis=0)
+            token = tl.min(tl.where(chunk == best, indices, SENTINEL), axis=0)
             bonus = token.to(tl.int64)
         child = tl.min(tl.where(drafted & (tokens == bonus), step, BLOCK_N), axis=0)
         walking = child < BLOCK_N

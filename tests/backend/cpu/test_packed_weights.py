@@ -43,11 +43,11 @@ def test_no_change_of_one_bit_goes_unseen(dtype: torch.dtype, width: int) -> Non
     weight = torch.randn(300, width).to(dtype)
     bits = weight.view(torch.int32 if dtype == torch.float32 else torch.int16)
     stamps = {packed_weights._stamp(weight)}
-    places = [(0, 0, 0), (299, width - 1, 0), (7, 3, 1), (7, 3, 9), (150, width // 2, 14)]
-    for row, column, bit in places:
+    changed = [(0, 0, 0), (299, width - 1, 0), (7, 3, 1), (7, 3, 9), (150, width // 2, 14)]
+    for row, column, bit in changed:
         bits.data[row, column] ^= 1 << bit
         stamps.add(packed_weights._stamp(weight))
-    assert len(stamps) == len(places) + 1
+    assert len(stamps) == len(changed) + 1
 
 
 def test_unchanged_weights_are_packed_once(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,10 +98,10 @@ def test_what_waits_is_refused(name: str) -> None:
 
 
 def test_everything_else_runs() -> None:
-    ones, places = torch.ones(3), torch.tensor([0, 2])
+    ones, index = torch.ones(3), torch.tensor([0, 2])
     with NoWaits(HERE):
-        total = (ones @ ones.to(torch.float64).float() + ones[places].sum()).half()
-        ones.index_put_((places,), ones[places])
+        total = (ones @ ones.to(torch.float64).float() + ones[index].sum()).half()
+        ones.index_put_((index,), ones[index])
         assert ones.repeat_interleave(2).shape == (6,)
         assert ones.repeat_interleave(REPEATS, output_size=3).shape == (3,)
         grouped_mm(torch._grouped_mm)
@@ -125,21 +125,21 @@ def test_copies_to_a_device_wait_unless_asked_not_to() -> None:
 
 
 def test_indices_and_values_of_another_device_are_copied_first() -> None:
-    there, place = torch.ones(3, device="meta"), torch.tensor([0, 2])
+    there, index = torch.ones(3, device="meta"), torch.tensor([0, 2])
     values = torch.zeros(2, device="meta")
     waits: dict[str, Callable[[], Any]] = {
-        "index": lambda: there[place],
-        "index_put_": lambda: there.index_put_((place,), values),
+        "index": lambda: there[index],
+        "index_put_": lambda: there.index_put_((index,), values),
     }
     for name, run in waits.items():
         run()
         with NoWaits(there.device), pytest.raises(WaitError, match=f"^{name} makes the host wait"):
             run()
     with NoWaits(there.device):
-        there[place.to("meta", non_blocking=True)]
-        torch.ones(3)[place]
+        there[index.to("meta", non_blocking=True)]
+        torch.ones(3)[index]
     with NoWaits(there.device), pytest.raises(WaitError, match=r"^index_put_ makes the host wait"):
-        there.index_put_((place.to("meta", non_blocking=True),), torch.tensor(0.0))
+        there.index_put_((index.to("meta", non_blocking=True),), torch.tensor(0.0))
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,9 @@ def test_interleaved_sequences_do_not_mix() -> None:
     streamer = BatchTextStreamer(tokenizer, heard)
     texts = {3: "äöü", 1: "éèê"}
     ids = {row: tokenizer(text).input_ids for row, text in texts.items()}
-    for place in range(6):
+    for position in range(6):
         for row in texts:
-            streamer.put_row(row, ids[row][place : place + 1])
+            streamer.put_row(row, ids[row][position : position + 1])
     assert {row: heard.text(row) for row in texts} == texts
 
 

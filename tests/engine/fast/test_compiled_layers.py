@@ -30,7 +30,7 @@ from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveTokens, from_adapter
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
-# Windows in some layers, a softcap, learned positions, norms in other places, biases.
+# Windows in some layers, a softcap, learned positions, norms elsewhere, biases.
 MODELS = ["llama", "gemma2", "gemma3", "opt", "gpt_neox", "phi3", "qwen2_sliding", "olmo2"]
 
 pytestmark = needs_compiler

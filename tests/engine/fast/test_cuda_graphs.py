@@ -55,7 +55,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     create = step_graphs.Shape.__init__
 
     def remember(self: Any, bucket: Any, inputs: Any, *rest: Any) -> None:
-        found.append((type(self), inputs.steps[0].places.shape[1]))
+        found.append((type(self), inputs.steps[0].slot_mapping.shape[1]))
         create(self, bucket, inputs, *rest)
 
     monkeypatch.setattr(step_graphs.Shape, "__init__", remember)

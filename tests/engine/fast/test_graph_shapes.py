@@ -31,20 +31,20 @@ def test_a_step_stands_padded_where_its_shape_is() -> None:
     first, second = inputs_of(5), inputs_of(6, kept=1)
     shape = Shape(Bucket.of(first), first, 256, CPU)
     (buffers,) = shape.steps
-    places = [tensor.data_ptr() for tensor in buffers.inputs]
+    addresses = [tensor.data_ptr() for tensor in buffers.inputs]
     for graph_inputs in (first, second):
         shape.fill(graph_inputs)
         (inputs,) = graph_inputs.steps
         count = len(inputs.tensors[0])
         assert buffers.inputs[0].tolist() == [*range(1, count + 1), *([0] * (6 - count))]
         layout, where = buffers.step(KVPool(1)).layout(CPU)
-        assert where[:, :count].tolist() == inputs.places.tolist()
+        assert where[:, :count].tolist() == inputs.slot_mapping.tolist()
         assert (where[:, count:] == -1).all()
         assert layout.position[:count].tolist() == inputs.layout.position.tolist()
         assert [t.shape for t in tensors_of(layout)] == [
             t.shape for t in tensors_of(buffers.step(KVPool(1)).layout(CPU)[0])
         ]
-    assert [tensor.data_ptr() for tensor in buffers.inputs] == places
+    assert [tensor.data_ptr() for tensor in buffers.inputs] == addresses
 
 
 def test_what_a_shape_holds() -> None:

@@ -134,8 +134,8 @@ class TestLikeliest:
             assert len(kept) == count + 1
             assert min(reach[node] for node in kept) > max(left_out)
             assert new_parents[0] == -1
-            for place, above in enumerate(new_parents[1:], start=1):
-                assert kept[above] == parents[kept[place]]
+            for index, above in enumerate(new_parents[1:], start=1):
+                assert kept[above] == parents[kept[index]]
 
     def test_nothing_is_lost_without_a_bound_or_within_it(self) -> None:
         for count in (None, 2, 9):

@@ -45,9 +45,9 @@ def seen(layout: RaggedLayout, segment: int) -> Tensor:
     lines = torch.zeros(end - first, num_keys, dtype=torch.bool)
     lines[:, :prefix] = True
     for line, token in enumerate(range(first, end)):
-        for place in range(prefix, num_keys):
-            byte = int(layout.bits[token, (place - prefix) // 8])
-            lines[line, place] = bool(byte >> (place - prefix) % 8 & 1)
+        for entry in range(prefix, num_keys):
+            byte = int(layout.bits[token, (entry - prefix) // 8])
+            lines[line, entry] = bool(byte >> (entry - prefix) % 8 & 1)
     return lines
 
 
@@ -96,7 +96,7 @@ def test_where_everything_is_seen_no_bits_are_needed() -> None:
     assert layout.prefix.tolist() == [5]
 
 
-def test_places() -> None:
+def test_entries() -> None:
     tree = DraftTree.from_rows(TREE)
     level = [RowWork(2, 4, [], [6, 8], [0, 2], 3)]
     inputs = pack([*work()[:1], *level], tree)

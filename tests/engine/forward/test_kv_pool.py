@@ -55,7 +55,7 @@ def test_capacity_grows_by_half_and_keeps_what_is_stored() -> None:
     for old, new in zip(before, content(pool), strict=True):
         assert new.shape[2] == pool.capacity
         assert torch.equal(new[:, :, :MIN_CAPACITY], old)
-        assert not new[:, :, MIN_CAPACITY:].any(), "unwritten places must stay finite"
+        assert not new[:, :, MIN_CAPACITY:].any(), "unwritten entries must stay finite"
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 5, 6, 64, 1000, 2 * MAX_RESERVED])
@@ -178,9 +178,9 @@ class TestOutOfMemory:
 
 def test_reserve_within_capacity_does_not_copy() -> None:
     pool = filled_pool()
-    places = [buffer.data_ptr() for buffer in content(pool)]
+    addresses = [buffer.data_ptr() for buffer in content(pool)]
     pool.reserve(MIN_CAPACITY)
-    assert [buffer.data_ptr() for buffer in content(pool)] == places
+    assert [buffer.data_ptr() for buffer in content(pool)] == addresses
 
 
 def test_a_layer_is_made_once_and_fits_what_is_written() -> None:

@@ -149,9 +149,9 @@ def test_padded_rows_go_on_at_one_place_as_in_the_paper() -> None:
     assert [w.root_index for w in third] == [14, 14]
     assert [int((w.key_positions() < 0).sum()) for w in third] == [4, 3 + 3]
     for row, w in enumerate(third):
-        places = (w.key_positions() >= 0).nonzero()[:, 0].tolist()
+        entries = (w.key_positions() >= 0).nonzero()[:, 0].tolist()
         values = stored(rows, row, 14)
-        assert [values[place] for place in places] == texts[row][:-2]
+        assert [values[entry] for entry in entries] == texts[row][:-2]
 
 
 def test_idle_rows_have_room_behind_what_they_hold() -> None:

@@ -39,8 +39,8 @@ def step(
     nodes = range(tree.num_nodes)
     work = rows.plan(tree, texts, nodes)
     for w in work:
-        for place, token in zip(w.cache_indices, w.tokens(tree), strict=True):
-            rows.pool.keys[0][w.row, 0, place] = token
+        for entry, token in zip(w.cache_indices, w.tokens(tree), strict=True):
+            rows.pool.keys[0][w.row, 0, entry] = token
     rows.mark_ran(work)
     rows.keep([list(range(1, count + 1)) for count in accepted])
     for text, count in zip(texts, accepted, strict=True):
@@ -99,9 +99,9 @@ def test_a_row_that_restarts_holds_nothing(batching: str) -> None:
     texts[1] = [30, 31, 32]
     step(rows, texts, [0, 0], [0, 0])
     work = step(rows, texts, [0, 0], [0, 0])
-    places = (work[1].key_positions() >= 0).nonzero()[:, 0].tolist()
+    entries = (work[1].key_positions() >= 0).nonzero()[:, 0].tolist()
     values = stored(rows, 1, work[1].root_index)
-    assert [values[place] for place in places] == [30, 31, 32]
+    assert [values[entry] for entry in entries] == [30, 31, 32]
 
 
 @pytest.mark.parametrize("batching", BATCHING)
@@ -128,8 +128,8 @@ def test_a_loaded_cache_is_gone_on_from(batching: str) -> None:
     step(rows, texts, [0, 0], [0, 0])
     work = step(rows, texts, [0, 0], [0, 0])
     assert [w.root_index for w in work] == ([5, 5] if BATCHING[batching].pads_kv else [5, 3])
-    places = (work[1].key_positions() >= 0).nonzero()[:, 0].tolist()
-    assert [stored(rows, 1, 5)[place] for place in places] == [6, 7, 8]
+    entries = (work[1].key_positions() >= 0).nonzero()[:, 0].tolist()
+    assert [stored(rows, 1, 5)[entry] for entry in entries] == [6, 7, 8]
 
 
 def test_what_is_shortened_is_forgotten() -> None:
@@ -150,9 +150,9 @@ def test_the_past_of_a_row_is_what_it_holds(batching: str) -> None:
     for row in (0, 1):
         past = rows.stored_row(row)
         assert past.stored == rows.stored[row]
-        places = past.key_positions()
-        held = (places >= 0).nonzero()[:, 0].tolist()
-        assert places[held].tolist() == list(range(rows.stored[row]))
+        entries = past.key_positions()
+        held = (entries >= 0).nonzero()[:, 0].tolist()
+        assert entries[held].tolist() == list(range(rows.stored[row]))
         assert held == (indices[row] or held)
 
 

@@ -44,7 +44,7 @@ def rows(stored: int = 5) -> list[RowWork]:
     return [RowWork(row, stored, [3, 4], list(TREE.nodes(row)), [0, 1, 2], 3) for row in range(4)]
 
 
-def test_rows_are_together_where_they_look_at_equal_places() -> None:
+def test_rows_are_together_where_they_look_at_equal_entries() -> None:
     inputs = pack(rows(), TREE)
     groups = group_segments(inputs.segments)
     assert [group.first.num_keys for group in groups] == [7, 10, 7, 10]
@@ -64,7 +64,7 @@ def test_rows_that_differ_are_apart(change: dict[str, Any]) -> None:
     assert len(group_segments(pack(work, TREE).segments)) == 4
 
 
-def test_padding_of_idle_rows_keeps_its_own_places() -> None:
+def test_padding_of_idle_rows_keeps_its_own_entries() -> None:
     idle = [PaddedWork(row, 4, [], first_index=first, fill=2) for row, first in ((2, 6), (3, 9))]
     inputs = pack([*rows()[:2], *idle], TREE)
     assert [s.cache_indices for s in inputs.segments[4:]] == [range(6, 8), range(9, 11)]

@@ -166,7 +166,7 @@ def test_every_node_attends_along_its_own_path(name: str, key_heads: int) -> Non
     torch.testing.assert_close(out, expected, atol=1e-12 if exact else 1e-6, rtol=0)
 
 
-def test_the_window_counts_positions_not_storage_places() -> None:
+def test_the_window_counts_positions_not_storage_entries() -> None:
     """Node 6 of row 0 sees its grandparent 2: two positions before it, but four indices."""
     case = make_case(KV_HEADS)
     before = attend(case, sliding_window=3)

@@ -54,14 +54,14 @@ def speculate(kind: str, shape: str, batching: str = "unpadded") -> SpecGenerate
     return output
 
 
-def test_the_cache_answers_with_what_leads_to_the_place() -> None:
-    places = QueryPositions(torch.tensor([7, 8, 8, 3]))
-    assert (torch.arange(4) + places.get_seq_length(1)).tolist() == [7, 8, 8, 3]
+def test_the_cache_answers_with_what_leads_to_the_position() -> None:
+    positions = QueryPositions(torch.tensor([7, 8, 8, 3]))
+    assert (torch.arange(4) + positions.get_seq_length(1)).tolist() == [7, 8, 8, 3]
     keys, values = torch.ones(1), torch.zeros(1)
-    assert places.update(keys, values, 0) == (keys, values)
+    assert positions.update(keys, values, 0) == (keys, values)
 
 
-def test_whose_layers_scale_by_place() -> None:
+def test_whose_layers_scale_by_position() -> None:
     assert scales_queries(llama4())
     assert not scales_queries(build("llama"))
 
@@ -86,12 +86,12 @@ def test_steps_in_the_form_of_graphs() -> None:
     assert torch.equal(output.sequences, plain("ragged"))
 
 
-@pytest.mark.parametrize("mistake", ["no chunks", "no places", "no padding"])
+@pytest.mark.parametrize("mistake", ["no chunks", "no positions", "no padding"])
 def test_mistakes_that_change_the_tokens(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "no chunks":
         read = LayerTraits.of
         monkeypatch.setattr(LayerTraits, "of", lambda module: replace(read(module), chunk=None))
-    elif mistake == "no places":
+    elif mistake == "no positions":
         monkeypatch.setattr(runner, "scales_queries", lambda model: False)
     else:
         right = PackedInputs.frame_positions

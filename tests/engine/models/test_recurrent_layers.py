@@ -63,9 +63,9 @@ def test_tokens_at_once_are_tokens_one_by_one(name: str) -> None:
     mixer.run(inputs[:, 3:4], state)
     # Some kernels write into their initial state.
     assert all(torch.equal(mine, other) for mine, other in zip(state, before, strict=True))
-    for place in range(3, 9):
-        output, state = mixer.run(inputs[:, place : place + 1], state)
-        torch.testing.assert_close(output[:, 0], at_once[:, place - 3], atol=1e-4, rtol=1e-4)
+    for position in range(3, 9):
+        output, state = mixer.run(inputs[:, position : position + 1], state)
+        torch.testing.assert_close(output[:, 0], at_once[:, position - 3], atol=1e-4, rtol=1e-4)
     for mine, other in zip(state, after, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 

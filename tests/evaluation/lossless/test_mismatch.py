@@ -36,9 +36,9 @@ def plain(model: Any, prompt: Tensor) -> list[int]:
 def follow(model: Any, prompt: Tensor, changes: dict[int, Any]) -> list[int]:
     """Decode greedily, and apply `changes` (position -> function of the token) during decoding."""
     text = prompt
-    for place in range(NEW_TOKENS):
+    for position in range(NEW_TOKENS):
         token = int(model(text).logits[0, -1].argmax())
-        token = changes.get(place, lambda t: t)(token)
+        token = changes.get(position, lambda t: t)(token)
         text = torch.cat([text, torch.tensor([[token]])], dim=1)
     return text[0].tolist()
 
@@ -134,8 +134,8 @@ def test_a_wrong_forward_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None
 def test_plain_decoding_that_does_not_repeat_itself() -> None:
     model, prompt = build("llama"), repetitive_prompt()
     said = plain(model, prompt)
-    place = prompt.shape[1] + 3
-    other = [*said[:place], wrong(said[place]), *said[place + 1 :]]
+    position = prompt.shape[1] + 3
+    other = [*said[:position], wrong(said[position]), *said[position + 1 :]]
     got = [*other[:-1], wrong(other[-1])]
     (found,) = list(differences(model, prompt, other, got, NEW_TOKENS))
     assert found.kind == UNSTABLE

@@ -89,8 +89,8 @@ def test_the_text_ends_where_the_model_is_least_sure(model: PreTrainedModel) -> 
     assert text.tolist() == answer[:, : text.shape[1]].tolist()
     with torch.no_grad():
         best = model(answer).logits[0, prompt.shape[1] - 1 : -1].softmax(dim=-1).amax(dim=-1)
-    place = text.shape[1] - prompt.shape[1]
-    assert (best[place] - 0.5).abs() == (best - 0.5).abs().min()
+    position = text.shape[1] - prompt.shape[1]
+    assert (best[position] - 0.5).abs() == (best - 0.5).abs().min()
 
 
 class TestResult:

@@ -87,8 +87,8 @@ def test_a_tree_has_all_nodes_and_the_bonus() -> None:
 def test_the_bonus_stands_beside_refused_children() -> None:
     """The rejected child and the bonus token follow the same node."""
     canvas = pictures.token_tree(["r", "a"], [-1, 0], bonus="b")
-    places = re.findall(r'<rect x="(\S+)" y="(\S+)" .* rx="3"', str(canvas))
-    assert len(set(places)) == 3
+    corners = re.findall(r'<rect x="(\S+)" y="(\S+)" .* rx="3"', str(canvas))
+    assert len(set(corners)) == 3
 
 
 def test_a_graph_has_its_merge_edge() -> None:

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, ModelInfo, constants
 from huggingface_hub.errors import HfHubHTTPError
 
 import hf_spec
-from hf_spec.adapters.hub import Place
+from hf_spec.adapters.hub import HubRepo
 from hf_spec.common.errors import AssistantError, HubError, OptionError
 from hf_spec.methods.auto import known_drafters as module
 from hf_spec.methods.auto.known_drafters import KnownDrafter, heads_for, known_drafters
@@ -151,12 +151,12 @@ class FakeHub:
 def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     hub = FakeHub(tmp_path)
 
-    def fetch(place: Place, names: tuple[str, ...]) -> Path:
+    def fetch(repo: HubRepo, names: tuple[str, ...]) -> Path:
         assert names == ("config.json",)
-        return hub.config_folder(place.repo_id)
+        return hub.config_folder(repo.repo_id)
 
     monkeypatch.setattr(HfApi, "list_models", hub.list_models)
-    monkeypatch.setattr(Place, "fetch", fetch)
+    monkeypatch.setattr(HubRepo, "fetch", fetch)
     monkeypatch.setattr(module, "reach_hub", lambda: None)
     return hub
 

@@ -34,29 +34,29 @@ def test_all_blocks_of_a_pass_equal_single_blocks(model: PreTrainedModel, head: 
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 60, (2, 10), generator=generator)
     states = torch.randn(2, 9, 3 * 32, generator=generator)
-    places = torch.tensor([[0, 3, 8], [5, 2, 2]])
-    roots = tokens.gather(1, places + 1)
-    found = anchored_blocks(head, states.chunk(3, dim=-1), roots, places)
+    anchors = torch.tensor([[0, 3, 8], [5, 2, 2]])
+    roots = tokens.gather(1, anchors + 1)
+    found = anchored_blocks(head, states.chunk(3, dim=-1), roots, anchors)
     for row in range(2):
-        for block, place in enumerate(places[row].tolist()):
-            expected = one_block(model, head, tokens[row].tolist(), place, states[row])
+        for block, position in enumerate(anchors[row].tolist()):
+            expected = one_block(model, head, tokens[row].tolist(), position, states[row])
             torch.testing.assert_close(found[row, block], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_drafts_do_not_depend_on_later_tokens(head: BlockHead) -> None:
     """Gradients reach only states up to the anchor, and blocks do not affect each other."""
     states = torch.randn(1, 9, 3 * 32, requires_grad=True)
-    places, roots = torch.tensor([[2, 5, 7]]), torch.tensor([[4, 5, 6]])
-    outputs = anchored_blocks(head, states.chunk(3, dim=-1), roots, places)
-    for block, place in enumerate(places[0].tolist()):
+    anchors, roots = torch.tensor([[2, 5, 7]]), torch.tensor([[4, 5, 6]])
+    outputs = anchored_blocks(head, states.chunk(3, dim=-1), roots, anchors)
+    for block, anchor in enumerate(anchors[0].tolist()):
         for position in range(SETTINGS.block_size):
             [slope] = torch.autograd.grad(
                 outputs[0, block, position].square().sum(), states, retain_graph=True
             )
             reached = slope[0].abs().sum(-1) > 0
-            assert reached.tolist() == [index <= place for index in range(9)]
+            assert reached.tolist() == [index <= anchor for index in range(9)]
     others = torch.tensor([[9, 5, 11]])
-    again = anchored_blocks(head, states.chunk(3, dim=-1), others, places)
+    again = anchored_blocks(head, states.chunk(3, dim=-1), others, anchors)
     torch.testing.assert_close(again[0, 1], outputs[0, 1])
     assert (again[0, 0] - outputs[0, 0]).abs().max() > 1e-3
 
@@ -78,8 +78,8 @@ def test_training_drafts_what_generation_drafts(
             found[-1] += [proposed.after(torch.tensor([5]), torch.tensor([0])) for _ in range(2)]
     use_plain_attention(head)
     batch = [part[None] for part in parts]
-    places = torch.tensor([[7, 10]])
-    outputs = anchored_blocks(head, batch, torch.tensor([[text[8], text[11]]]), places)
+    anchors = torch.tensor([[7, 10]])
+    outputs = anchored_blocks(head, batch, torch.tensor([[text[8], text[11]]]), anchors)
     for block in range(2):
         for level in range(3):
             logits = head.output.over_vocabulary(head.logits(outputs[0, block, level + 1]))

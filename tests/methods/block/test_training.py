@@ -58,17 +58,17 @@ def test_the_loss_is_that_of_every_anchor(
     expected, count = 0.0, 0
     ids: Any = head.output.vocabulary
     weights = [math.exp(-level / 4) for level in range(3)]
-    for text, places in zip(texts[:4], drawn.tolist(), strict=True):
+    for text, positions in zip(texts[:4], drawn.tolist(), strict=True):
         response = text.response
         tokens = [*response.prompt, *response.response]
         states, probs = checks.states_and_probs(model, tokens, ids)
         context = torch.cat([states[i] for i in head.shape.hidden_layers], dim=-1)
-        for place in places:
-            assert len(response.prompt) - 2 <= place < len(tokens) - 2
+        for position in positions:
+            assert len(response.prompt) - 2 <= position < len(tokens) - 2
             count += 1
-            outputs = one_block(model, head, tokens, place, context)
+            outputs = one_block(model, head, tokens, position, context)
             for level in range(3):
-                drafted = place + 2 + level
+                drafted = position + 2 + level
                 if drafted < len(tokens):
                     logits = head.logits(outputs[level + 1])
                     entropy = checks.entropy(probs[drafted - 1], logits)
@@ -83,13 +83,13 @@ def test_anchors_are_different_random_places(model: PreTrainedModel, texts: list
     pairs = read_pairs(model, texts[:3], 1, None, fused_layers(model))
     seen = set()
     for seed in range(40):
-        places, real = draw_anchors(pairs, 3, seed)
+        positions, real = draw_anchors(pairs, 3, seed)
         assert real.all()
-        assert all(len(set(row)) == 3 for row in places.tolist())
-        seen.update(places[0].tolist())
+        assert all(len(set(row)) == 3 for row in positions.tolist())
+        seen.update(positions[0].tolist())
     first, stop = pairs.span[0]
     assert seen == set(range(first, stop))
-    places, real = draw_anchors(pairs, 100, 0)
+    positions, real = draw_anchors(pairs, 100, 0)
     assert real.sum(1).tolist() == pairs.counts
 
 

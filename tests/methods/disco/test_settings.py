@@ -12,8 +12,8 @@ from hf_spec.methods.disco.settings import FEATURES, TOP, DiscoTrainSettings
 
 
 def test_features_cover_what_the_classifier_sees() -> None:
-    places = list(range(TOP + 2))
-    assert [place for group in FEATURES.values() for place in places[group]] == places
+    columns = list(range(TOP + 2))
+    assert [column for group in FEATURES.values() for column in columns[group]] == columns
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from hf_spec.methods.disco.training import (
     evaluate,
     fit,
     observe,
-    round_places,
+    round_positions,
     train_disco,
 )
 from hf_spec.training import answers
@@ -84,9 +84,9 @@ class TestObserve:
                 wanted = model(text).logits[0, before].softmax(dim=-1)
             tokens = torch.tensor(response.response)
             assert wanted.argmax(dim=-1).tolist() == tokens.tolist()
-            places = torch.arange(len(tokens))
+            positions = torch.arange(len(tokens))
             torch.testing.assert_close(
-                seen.features, draft_features(probs, places), atol=1e-4, rtol=1e-4
+                seen.features, draft_features(probs, positions), atol=1e-4, rtol=1e-4
             )
             assert seen.matched.tolist() == (probs.argmax(dim=-1) == tokens).tolist()
             variation = (probs - wanted).abs().sum(dim=-1) / 2
@@ -197,9 +197,9 @@ class TestFit:
 
 
 class TestFigures:
-    def test_round_places_begin_after_every_mismatch(self) -> None:
+    def test_round_positions_begin_after_every_mismatch(self) -> None:
         matched = torch.tensor([1, 1, 0, 0, 1, 0, 1, 1, 1], dtype=torch.bool)
-        assert round_places(matched).tolist() == [0, 1, 2, 0, 0, 1, 0, 1, 2]
+        assert round_positions(matched).tolist() == [0, 1, 2, 0, 0, 1, 0, 1, 2]
 
     def test_rules_against_counts_by_hand(self) -> None:
         matched = torch.tensor([1, 1, 0, 0, 1, 0], dtype=torch.bool)

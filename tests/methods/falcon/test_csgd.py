@@ -16,7 +16,7 @@ from hf_spec.methods.falcon import csgd
 from hf_spec.methods.falcon.csgd import (
     CsgdSettings,
     GlancingLoss,
-    replaced_places,
+    replaced_positions,
 )
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.training.features import Text, text_features
@@ -45,12 +45,12 @@ def make_loss(
     return GlancingLoss(head.train(), model, settings, 4, 1.0)
 
 
-class TestReplacedPlaces:
+class TestReplacedPositions:
     @pytest.mark.parametrize("grid", [0, 1])
     @pytest.mark.parametrize("first", [4, 5])
     def test_blocks_of_two(self, first: int, grid: int) -> None:
         for count in range(8):
-            found = replaced_places(first, 14, count, 2, grid)
+            found = replaced_positions(first, 14, count, 2, grid)
             starts = [i for i in range(first, 14) if i % 2 == grid]
             assert len(set(found)) == len(found) == min(count, len(starts))
             assert set(found) <= set(starts)
@@ -61,11 +61,11 @@ class TestReplacedPlaces:
         for seed in range(60):
             torch.manual_seed(seed)
             grid, count = seed % k, 3 * k + 1
-            found = replaced_places(7, 60, count, k, grid)
+            found = replaced_positions(7, 60, count, k, grid)
             blocks: dict[int, list[int]] = {}
-            for place in found:
-                assert 7 <= place < 60
-                blocks.setdefault((place - grid) // k, []).append((place - grid) % k)
+            for position in found:
+                assert 7 <= position < 60
+                blocks.setdefault((position - grid) // k, []).append((position - grid) % k)
             assert len(blocks) == 3
             for inside in blocks.values():
                 assert inside == list(range(len(inside)))
@@ -73,10 +73,10 @@ class TestReplacedPlaces:
         assert seen == set(range(1, k))
 
     def test_nowhere_to_go(self) -> None:
-        assert replaced_places(5, 9, 4, 1, 0) == []
-        assert replaced_places(5, 5, 4, 2, 0) == []
-        assert replaced_places(5, 7, 12, 4, 0) == []
-        assert replaced_places(5, 20, 3, 4, 0) == []
+        assert replaced_positions(5, 9, 4, 1, 0) == []
+        assert replaced_positions(5, 5, 4, 2, 0) == []
+        assert replaced_positions(5, 7, 12, 4, 0) == []
+        assert replaced_positions(5, 20, 3, 4, 0) == []
 
 
 class Spy(GlancingLoss):
@@ -120,23 +120,25 @@ class TestGlancing:
         (before, clean, grid), (tokens, features, same_grid) = spy.fed
         pairs = spy.pairs[0]
         assert grid == same_grid
-        scores = model.get_output_embeddings()(pairs.features[pairs.rows, pairs.places + k].float())
+        scores = model.get_output_embeddings()(
+            pairs.features[pairs.rows, pairs.positions + k].float()
+        )
         wrong = spy.logits[0].argmax(dim=-1) != scores.argmax(dim=-1)
         changed = (features != clean).any(dim=-1)
         num_changed = 0
         parts = wrong.split(pairs.counts)
         for row, ((first, stop), mine) in enumerate(zip(pairs.span, parts, strict=True)):
-            places = changed[row].nonzero()[:, 0].tolist()
-            num_changed += len(places)
-            assert all(first <= place < stop for place in places)
+            positions = changed[row].nonzero()[:, 0].tolist()
+            num_changed += len(positions)
+            assert all(first <= position < stop for position in positions)
             # lambda * d, counted in this text only.
             count = int(settings.share(0, 4) * int(mine.sum()))
             candidates = [i for i in range(first, stop - k + 2) if i % k == grid]
             runs = min(len(candidates), count if k == 2 else count // k)
-            assert len({(place - grid) // k for place in places}) == runs
-            for place in places:
-                assert torch.equal(features[row, place], clean[row, place + k])
-                assert tokens[row, place] == before[row, place + k]
+            assert len({(position - grid) // k for position in positions}) == runs
+            for position in positions:
+                assert torch.equal(features[row, position], clean[row, position + k])
+                assert tokens[row, position] == before[row, position + k]
             kept = ~changed[row]
             assert torch.equal(tokens[row, kept], before[row, kept])
         assert num_changed > 3
@@ -153,7 +155,7 @@ class TestGlancing:
         assert not torch.equal(paper.fed[1][0], data.fed[1][0])
 
     @pytest.mark.parametrize("k", [2, 3])
-    def test_replaced_places_may_be_left_out_of_the_loss(
+    def test_replaced_positions_may_be_left_out_of_the_loss(
         self, model: PreTrainedModel, texts: list[Text], k: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         settings = replace(PLAIN, schedule="paper")
@@ -176,11 +178,11 @@ class TestGlancing:
             "_choose",
             lambda self, *given: chosen.append(choose(self, *given)) or chosen[-1],
         )
-        (_, all_places), (_, kept) = learning(batch), leaving(batch)
+        (_, all_positions), (_, kept) = learning(batch), leaving(batch)
         assert torch.equal(*chosen)
         replaced = int(chosen[0].sum())
         assert replaced > 3
-        assert kept == all_places - replaced
+        assert kept == all_positions - replaced
         for part, whole in zip(seen[1], seen[0], strict=True):
             assert torch.equal(part, whole[~chosen[0]])
 
@@ -236,16 +238,16 @@ class TestGlancing:
         spy = self.fed(model, texts, replace(PLAIN, own_features=0.7, own_passes=3), k)
         assert len(spy.fed) == 4
         clean = spy.fed[0][1]
-        places = None
+        positions = None
         for (tokens, features, _), predicted in zip(spy.fed[1:], spy.outputs, strict=False):
             assert torch.equal(tokens, spy.fed[0][0])
             changed = (features != clean).any(dim=-1)
-            assert places is None or torch.equal(changed, places)
-            places = changed
+            assert positions is None or torch.equal(changed, positions)
+            positions = changed
             earlier = torch.nn.functional.pad(predicted, (0, 0, k, 0))[:, : features.shape[1]]
             assert torch.equal(features[changed], earlier.to(features.dtype)[changed])
-        assert places is not None
-        assert places.any()
+        assert positions is not None
+        assert positions.any()
         # If the inputs of the last pass equaled those of the first, more passes would add nothing.
         assert not torch.equal(spy.fed[1][1], spy.fed[3][1])
 
@@ -289,7 +291,7 @@ class TestLosses:
             scores = weight @ out[i].float()
             softer = (scores / settings.soft_temperature).log_softmax(dim=-1)
             soft = soft - (teacher * softer).sum()
-            hard = hard - scores.log_softmax(dim=-1)[loss.head.head.places()[line[token]]]
+            hard = hard - scores.log_softmax(dim=-1)[loss.head.head.indices()[line[token]]]
         return near, soft, hard
 
     @pytest.mark.parametrize("k", [1, 2, 3])
@@ -351,11 +353,11 @@ class TestLosses:
     ) -> None:
         """Padding has no effect, and the Hamming distance is counted per text."""
 
-        def first_places(first: int, stop: int, count: int, k: int, grid: int) -> list[int]:
+        def first_positions(first: int, stop: int, count: int, k: int, grid: int) -> list[int]:
             return [i for i in range(first, stop - k + 2) if i % k == grid][:count]
 
         # Only the random draw of positions depends on the other texts of the batch.
-        monkeypatch.setattr(csgd, "replaced_places", first_places)
+        monkeypatch.setattr(csgd, "replaced_positions", first_positions)
         loss = make_loss(model, replace(PLAIN, schedule=schedule))
         batch = [texts[0], texts[4], texts[2]]
         assert len({len(text.response.prompt) for text in batch}) == 3
@@ -369,6 +371,6 @@ class TestLosses:
         whole, parts = run(batch), [run([text]) for text in batch]
         assert whole[0] == pytest.approx(sum(part[0] for part in parts), rel=5e-3)
         assert whole[1] == sum(part[1] for part in parts)
-        for place, grad in enumerate(whole[2]):
-            total = torch.stack([part[2][place] for part in parts]).sum(dim=0)
+        for position, grad in enumerate(whole[2]):
+            total = torch.stack([part[2][position] for part in parts]).sum(dim=0)
             assert float((grad - total).norm()) <= 0.03 * float(total.norm()) + 1e-6

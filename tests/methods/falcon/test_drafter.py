@@ -410,22 +410,22 @@ class TestUsedLists:
     def test_one_pass_over_parallel_positions(self) -> None:
         (lists,) = used_lists(RankTree.of(RAGGED), 4)
         assert lists.outputs == [0, 1, 2, 3]
-        assert (lists.index, lists.places) == (None, None)
+        assert (lists.index, lists.order) == (None, None)
 
     def test_depths_that_are_not_drafted_are_not_read(self) -> None:
         passes = used_lists(RankTree.chain(7), 2)
         assert [lists.num_levels for lists in passes] == [2, 2, 2, 1]
         assert passes[-1].outputs == [0]
         assert passes[-1].index is not None
-        assert passes[-1].places is None
+        assert passes[-1].order is None
 
     def test_blocks_of_several_heights(self) -> None:
         paths = [(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0, 0)]
         _, lists = used_lists(RankTree.of(paths), 2)
         # The block below (0, 0) has one level, the block below (1, 0) has two.
         assert lists.outputs == [0, 2, 3]
-        assert lists.places is not None
-        assert lists.places.tolist() == [0, 0, 1, 2]
+        assert lists.order is not None
+        assert lists.order.tolist() == [0, 0, 1, 2]
 
     @pytest.mark.parametrize("size", SIZES)
     def test_every_node_has_a_list(self, size: int) -> None:

@@ -61,9 +61,9 @@ def test_tokens_that_the_head_does_not_know() -> None:
             assert rank < len(known)
 
 
-@pytest.mark.parametrize(("start", "places"), [(-1, 20), (18, 20), (5, 4)])
-def test_drafts_beyond_the_text_are_refused(start: int, places: int) -> None:
+@pytest.mark.parametrize(("start", "positions"), [(-1, 20), (18, 20), (5, 4)])
+def test_drafts_beyond_the_text_are_refused(start: int, positions: int) -> None:
     tokens = settled_prompt("llama")[0, :20].tolist()
-    features = features_of(build("llama"), tokens)[:places]
+    features = features_of(build("llama"), tokens)[:positions]
     with pytest.raises(ValueError, match="does not fit"):
         ranks_along(random_head("llama"), tokens, features, [start], 2)

@@ -54,12 +54,12 @@ def test_the_loss_is_that_of_every_draft_step(
         response = text.response
         tokens = [*response.prompt, *response.response]
         _, probs = checks.states_and_probs(model, tokens, None)
-        for place in range(len(response.prompt) - 2, len(tokens) - 2):
+        for position in range(len(response.prompt) - 2, len(tokens) - 2):
             count += 1
-            for step in range(min(3, place + 1)):
-                root = place - step + 2
-                logits = plain.logits(tokens[:root], tokens[root : place + 2])
-                entropy = checks.entropy(probs[place + 1], logits)
+            for step in range(min(3, position + 1)):
+                root = position - step + 2
+                logits = plain.logits(tokens[:root], tokens[root : position + 2])
+                entropy = checks.entropy(probs[position + 1], logits)
                 expected += entropy * weights[step] / sum(weights)
     settings = replace(SETTINGS, max_context=None)
     with torch.no_grad():
@@ -73,9 +73,9 @@ def test_drafts_do_not_depend_on_later_tokens(model: PreTrainedModel, head: MtpH
     tokens = torch.randint(3, 60, (1, 7), generator=torch.Generator().manual_seed(1))
     features = torch.randn(1, 7, head.hidden_size, requires_grad=True)
     for step, outputs in enumerate(draft_steps(head, tokens, features, 3)):
-        for place in range(step, 7):
+        for position in range(step, 7):
             [slope] = torch.autograd.grad(
-                outputs[0, place].square().sum(), features, retain_graph=True
+                outputs[0, position].square().sum(), features, retain_graph=True
             )
             reached = slope[0].abs().sum(-1) > 0
-            assert reached.tolist() == [index <= place - step for index in range(7)]
+            assert reached.tolist() == [index <= position - step for index in range(7)]

@@ -23,7 +23,7 @@ def test_distributions_after_a_pair(vocabulary: Tensor | None) -> None:
     """Pair i has token i + 1, so the distribution is that of token i + 2."""
     model, tokens = build("llama"), [5, 6, 7, 8, 9, 10]
     pairs = read_pairs(model, [Text(Response("a", "t", tokens[:2], tokens[2:]))], 1)
-    probs = Teacher(model, vocabulary).probs_at(pairs, pairs.rows, pairs.places)
+    probs = Teacher(model, vocabulary).probs_at(pairs, pairs.rows, pairs.positions)
     logits = model(torch.tensor([tokens])).logits[0, 1:5]
     expected = logits if vocabulary is None else logits[:, vocabulary]
     torch.testing.assert_close(probs, expected.softmax(-1), atol=1e-5, rtol=1e-4)

@@ -51,7 +51,7 @@ def logits_of(heads: MedusaHeads, state: Tensor, level: int) -> Tensor:
     return weights[f"{level}.1.weight"] @ (state + F.silu(linear @ state + bias))
 
 
-def test_the_loss_is_that_of_every_head_at_every_place(
+def test_the_loss_is_that_of_every_head_at_every_position(
     model: PreTrainedModel, texts: list[Text], heads: MedusaHeads
 ) -> None:
     """Head k reads the state of token i and predicts token i + k + 2 (k counts from 0)."""
@@ -61,12 +61,12 @@ def test_the_loss_is_that_of_every_head_at_every_place(
         response = text.response
         tokens = [*response.prompt, *response.response]
         states, probs = checks.states_and_probs(model, tokens, heads.vocabulary)
-        for place in range(len(response.prompt) - 2, len(tokens) - 2):
+        for position in range(len(response.prompt) - 2, len(tokens) - 2):
             count += 1
             for level in range(3):
-                drafted = place + 2 + level
+                drafted = position + 2 + level
                 if drafted < len(tokens):
-                    logits = logits_of(heads, states[-1][place], level)
+                    logits = logits_of(heads, states[-1][position], level)
                     weight = 0.8**level / (1 + 0.8 + 0.64)
                     expected += weight * checks.entropy(probs[drafted - 1], logits)
     with torch.no_grad():

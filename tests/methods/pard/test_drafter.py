@@ -35,10 +35,10 @@ LENGTHS = (12, 9, 5)
 
 
 @torch.no_grad()
-def reference(text: Sequence[int], places: int = PLACES) -> Tensor:
-    """Return (places, V) probabilities after the text and after each mask, without a cache."""
-    ids = torch.tensor([[*text, *[MASK] * (places - 1)]])
-    return pard_model("llama")(ids, use_cache=False).logits[0, -places:].softmax(dim=-1)
+def reference(text: Sequence[int], count: int = PLACES) -> Tensor:
+    """Return (count, V) probabilities after the text and after each mask, without a cache."""
+    ids = torch.tensor([[*text, *[MASK] * (count - 1)]])
+    return pard_model("llama")(ids, use_cache=False).logits[0, -count:].softmax(dim=-1)
 
 
 @torch.no_grad()
@@ -144,8 +144,8 @@ class TestTrees:
         tree = draft(PardDrafter(config, pard_model("llama")), start({"input_ids": PROMPT}))
         probs = reference(PROMPT[0].tolist(), 3)
         every = {(): 1.0}
-        for place in probs:
-            likely, tokens = (part.tolist() for part in place.topk(3))
+        for row in probs:
+            likely, tokens = (part.tolist() for part in row.topk(3))
             every |= {
                 (*path, token): every[path] * chance
                 for path in [p for p in every if len(p) == max(map(len, every))]

@@ -192,22 +192,22 @@ class TestLoss:
         student = Student(model, settings)
         logits = student._logits
 
-        def watch(texts: Any, slots: Any, places: Any) -> Tensor:
-            found = logits(texts, slots, places).detach().requires_grad_(True)
+        def watch(texts: Any, slots: Any, positions: Any) -> Tensor:
+            found = logits(texts, slots, positions).detach().requires_grad_(True)
             adaptive = None
             if slots is not None:
                 adaptive = {
                     (row, int(p)) for row, s in enumerate(slots) for p in (s >= 0).nonzero()[:, 0]
                 }
-            read.append((set(places), adaptive))
+            read.append((set(positions), adaptive))
             return found
 
         student._logits = watch  # type: ignore[method-assign]
         student.loss(self.batch(examples))
-        mixed = [(places, adaptive) for places, adaptive in read if adaptive is not None]
+        mixed = [(positions, adaptive) for positions, adaptive in read if adaptive is not None]
         assert len(mixed) == 1
-        places, adaptive = mixed[0]
-        assert places == adaptive
+        positions, adaptive = mixed[0]
+        assert positions == adaptive
         # The clean half runs only if training changes the model on clean text.
         assert len(read) == (2 if mode == "lora" else 1)
 
@@ -226,8 +226,8 @@ class TestLoss:
         # The same windows, with other tokens after the last adaptive one.
         last = int((slots >= 0).nonzero()[-1])
         tokens = list(text.tokens)
-        for place in range(last + 2, len(tokens)):
-            tokens[place] = 50
+        for position in range(last + 2, len(tokens)):
+            tokens[position] = 50
         other = replace(text, tokens=tokens)
         student._replaced([other], [slots])[0].backward()
         assert torch.equal(gradients(student)["embeddings"], before)
@@ -278,8 +278,8 @@ class TestLoss:
         with torch.no_grad():
             for text in texts:
                 scores = build("llama")(torch.tensor([text.tokens])).logits[0].log_softmax(-1)
-                for place in range(text.first - 1, len(text.tokens) - 1):
-                    clean -= float(scores[place, text.tokens[place + 1]])
+                for position in range(text.first - 1, len(text.tokens) - 1):
+                    clean -= float(scores[position, text.tokens[position + 1]])
         assert totals[0] == pytest.approx(clean / 2, rel=0.02)
 
     def test_code_between_named_markers(

@@ -30,8 +30,8 @@ class TestRunChains:
             Text(repetitive_prompt(length=13, seed=2)[0].tolist(), 1),
         ]
         chains = [[(6, 3), (9, 1), (19, 1)], [(1, 2), (5, 3)]]
-        logits, places = run_chains(model, tokens, texts, chains)
-        assert places == [
+        logits, positions = run_chains(model, tokens, texts, chains)
+        assert positions == [
             (row, start + slot)
             for row, mine in enumerate(chains)
             for start, length in mine
@@ -157,7 +157,7 @@ def test_a_window_ends_before_what_must_stay() -> None:
 @pytest.mark.parametrize(("length", "first"), [(20, 1), (20, 7), (20, 0), (3, 1), (2, 1), (9, 9)])
 def test_prompt_first_and_last_token_stay(length: int, first: int) -> None:
     free = free_positions(length, first)
-    expected = [max(first, 1) <= place < length - 1 for place in range(length)]
+    expected = [max(first, 1) <= position < length - 1 for position in range(length)]
     assert free.tolist() == expected
     windows = draw_windows(free, 5, torch.Generator().manual_seed(0), share=1.0)
     assert torch.equal(slots_of(windows, length) >= 0, free)

@@ -25,8 +25,8 @@ def test_every_split_runs_the_model_on_the_text(model: Any, size: int, siblings:
         for one, other in zip(found.hidden, expected.hidden_states, strict=True):
             torch.testing.assert_close(one, other[row], atol=1e-4, rtol=1e-4)
         assert sorted(found.logits) == ([6] if size == 0 else list(range(7)))
-        for place, logits in found.logits.items():
-            torch.testing.assert_close(logits, expected.logits[row, place], atol=1e-3, rtol=1e-3)
+        for position, logits in found.logits.items():
+            torch.testing.assert_close(logits, expected.logits[row, position], atol=1e-3, rtol=1e-3)
 
 
 def test_a_planted_difference_is_found() -> None:

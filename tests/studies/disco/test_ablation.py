@@ -32,10 +32,10 @@ def learnable(count: int = 20) -> list[Observed]:
 
 def test_a_group_is_hidden_and_nothing_else() -> None:
     (one,) = learnable(1)
-    for group, places in FEATURES.items():
+    for group, columns in FEATURES.items():
         (hidden,) = without([one], group, "soft")
-        assert (hidden.features[:, places] == 0).all()
-        assert int((hidden.features != one.features).any(dim=0).sum()) == len(range(12)[places])
+        assert (hidden.features[:, columns] == 0).all()
+        assert int((hidden.features != one.features).any(dim=0).sum()) == len(range(12)[columns])
         assert torch.equal(hidden.labels, one.labels)
     (hard,) = without([one], ablation.NOTHING, "hard")
     assert torch.equal(hard.features, one.features)

@@ -56,8 +56,8 @@ def test_every_contender_meets_every_batch(
         Method("lookup", LOOKUP),
         Method("draft", DRAFT, draft_model("llama")),
     )
-    places = {(r.method, r.batch_size, r.contender, r.repeat) for r in records}
-    assert len(places) == len(records) == 2 * 2 * len(CONTENDERS) * 2
+    runs = {(r.method, r.batch_size, r.contender, r.repeat) for r in records}
+    assert len(runs) == len(records) == 2 * 2 * len(CONTENDERS) * 2
     assert all(record.identical for record in records)
     assert all(record.seconds > 0 for record in records)
     for record in records:
@@ -168,8 +168,8 @@ def test_a_stopped_command_goes_on(
     batches.main(command.split())
     found = json.loads(out.read_text())["records"]
     assert found[: len(first)] == first
-    places = {(r["batch_size"], r["batch"], r["repeat"], r["contender"]) for r in found}
-    assert len(places) == len(found) == 2 * 2 * 2 * len(CONTENDERS)
+    runs = {(r["batch_size"], r["batch"], r["repeat"], r["contender"]) for r in found}
+    assert len(runs) == len(found) == 2 * 2 * 2 * len(CONTENDERS)
     # All batches run once before any is repeated.
     assert [r["repeat"] for r in found] == sorted(r["repeat"] for r in found)
     with pytest.raises(SystemExit, match="is of other batches"):

@@ -94,14 +94,14 @@ class TestAcceptance:
             long = answer(new_tokens + tree.height, prompt)
             ranks = true_ranks(head, build("llama"), [long], settings)
             assert ranks.shape == (new_tokens, tree.height)
-            place, starts = 1, []
-            while place < new_tokens:
-                row = ranks[place - 1].tolist()
-                room = min(tree.height, new_tokens - place - 1)
+            position, starts = 1, []
+            while position < new_tokens:
+                row = ranks[position - 1].tolist()
+                room = min(tree.height, new_tokens - position - 1)
                 paths = [tuple(row[:depth]) for depth in range(1, room + 1)]
                 accepted = sum(path in tree.paths for path in paths)
-                starts.append((place - 1, accepted))
-                place += accepted + 1
+                starts.append((position - 1, accepted))
+                position += accepted + 1
             stats = (
                 build("llama")
                 .generate(
