@@ -89,8 +89,8 @@ MUTANTS = (
         "keys are written to the entry of their slot's number",
         area="Triton kernels",
         file="kernels/hf_spec_kernels/kv_write/kernel.py",
-        old="tl.load(place_ptr + num_tokens + token, mask=inside, other=0)",
-        new="tl.load(place_ptr + token, mask=inside, other=0)",
+        old="tl.load(slot_mapping_ptr + num_tokens + token, mask=inside, other=0)",
+        new="tl.load(slot_mapping_ptr + token, mask=inside, other=0)",
         tests=("tests/kernels/test_kv_write.py::test_the_kernel",),
     ),
     Mutant(

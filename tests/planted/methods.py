@@ -137,12 +137,12 @@ MUTANTS = (
         tests=("tests/methods/falcon/test_csgd.py::TestGlancing",),
     ),
     Mutant(
-        "the last place of a block is replaced too",
+        "the last position of a block is replaced too",
         area="Falcon",
         file="hf_spec/methods/falcon/csgd.py",
         old="longest = block_size - 1",
         new="longest = block_size",
-        tests=("tests/methods/falcon/test_csgd.py::TestReplacedPlaces",),
+        tests=("tests/methods/falcon/test_csgd.py::TestReplacedPositions",),
     ),
     Mutant(
         "the soft temperature multiplies the logits",

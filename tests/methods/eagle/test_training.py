@@ -58,7 +58,7 @@ def alone(head: EagleHead, tokens: list[int], features: torch.Tensor) -> torch.T
 
 
 @torch.no_grad()
-def test_steps_are_those_of_a_draft_from_every_place(head: EagleHead) -> None:
+def test_steps_are_those_of_a_draft_from_every_position(head: EagleHead) -> None:
     """A draft reads true features up to its first position, then the head's own outputs."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 60, (2, 7), generator=generator)
