@@ -319,13 +319,11 @@ def ems_sd() -> str:
         "ours, 128 new tokens": "ems_sd/smollm2_uncut.json",
         "ours, Qwen 0.5B, 128 new tokens": "ems_sd/qwen_uncut.json",
         "ours, 16 new tokens": "ems_sd/smollm2_decoding.json",
-        "16 rows": "ems_sd/smollm2_uncut_16_rows.json",
     }
     ours = {
         name: {row["batch_size"]: row for row in record["summary"]}
         for name, record in recorded(records).items()
     }
-    ours["ours, 128 new tokens"] |= ours.pop("16 rows")
     rows: Rows = []
     for size, padded, inputs, keys, both in CLAIMS["ems_sd"]["halves"]:
         rows.append((size, "paper", keys / padded, inputs / padded, both / padded, None))
