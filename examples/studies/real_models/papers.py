@@ -116,7 +116,7 @@ STEPS = (
         True,
         "examples.studies.ems_sd.batches --model {draft} --dtype bfloat16 --tasks summarization "
         "--methods lookup --prompt-only --batch-sizes 1 4 8 16 --batches 3 --repeats 2 "
-        "--processor-time --out {records}/ems_sd/qwen_uncut.json",
+        "--out {records}/ems_sd/qwen_uncut.json",
     ),
     Step(
         "sdsat-answers",
