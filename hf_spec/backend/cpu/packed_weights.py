@@ -38,7 +38,7 @@ MODES = ("auto", "on", "off")
 MEMORY_SHARE = 0.5
 # Every 97th word of a weight is hashed individually; a prime, so that all columns are sampled.
 SAMPLED_WORD = 97
-# Passes before a weight is screened. Screening takes as long as about that many products.
+# Passes before a weight is screened. Screening takes as long as about that many matmuls.
 SCREENED_FROM = 64
 
 

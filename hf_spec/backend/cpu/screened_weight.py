@@ -3,7 +3,7 @@
 Greedy decoding reads the argmax of the logits alone. A copy of the output head in 8 bits gives
 scores that are off by a known bound; only outputs that can still be the best are computed with the
 exact weight, a few out of 150,000. In memory the copy is a half of a head in bfloat16 and a quarter
-of one in float32, and a product of few rows takes as long as reading its weight.
+of one in float32, and a matmul of few rows takes as long as reading its weight.
 
 The argmax is that of all outputs, ties included: an output is left out only if its upper bound,
 rounded as outputs are, is below the rounded lower bound of another.
