@@ -95,21 +95,25 @@ def falcon() -> str:
         'falcon:tree="chain",max_draft_tokens=4@smollm2-135m-falcon',
         "smollm2-135m-falcon",
     )
-    contenders = (row["contender"] for row in load(f"{FALCON}_60_epyc.json")["summary"])
-    large = next(name for name in contenders if "tree=[[" in name)
+    newest = "48_nodes"
+    contenders = [row["contender"] for row in load(f"{FALCON}_{newest}.json")["summary"]]
+    best, whole = (
+        next(name for name in contenders if f"max_nodes={count}@" in name) for count in (15, 48)
+    )
     names = {
-        "ours, SmolLM2-135M: k = 1, measured size": ("60", f"falcon@{head}"),
-        "k = 1, best 15 of 48 nodes": ("60", large),
-        "k = 1, chain of 4": ("60", chain),
-        "k = 2, CSGD, chain of 4": ("k2", f"{chain}-k2"),
-        "k = 2, CSGD, the paper's tree": ("k2", f'falcon:tree="falcon-vicuna"@{head}-k2'),
+        "ours, SmolLM2-135M: k = 1, measured size": (newest, f"falcon@{head}"),
+        "k = 1, best 15 of 48 nodes": (newest, best),
+        "k = 1, all 48 nodes": (newest, whole),
+        "k = 1, chain of 4": ("60_epyc", chain),
+        "k = 2, CSGD, chain of 4": ("k2_epyc", f"{chain}-k2"),
+        "k = 2, CSGD, the paper's tree": ("k2_epyc", f'falcon:tree="falcon-vicuna"@{head}-k2'),
     }
     for name, (record_name, contender) in names.items():
-        record = load(f"{FALCON}_{record_name}_epyc.json")
+        record = load(f"{FALCON}_{record_name}.json")
         sizes = (per_round(record, contender, n) for n in ("drafted_tokens", "draft_forwards"))
         row = over_all(record, contender)
-        # The second record is from an older engine version, which does not affect tau.
-        speed = row["ratio"] if record_name == "60" else None
+        # The others are from older engine versions, which does not affect tau.
+        speed = row["ratio"] if record_name == newest else None
         rows.append((name, *sizes, speed, row["tau"]))
     head_row = ("", "draft tokens per round", "passes per round", "speed over plain", "tau")
     return table(head_row, rows, ".1f", ".1f", ".2f", ".2f")
