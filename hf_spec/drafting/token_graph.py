@@ -175,9 +175,9 @@ def position_graph(
     """
     graph = TokenGraph([root])
     before = [0]
-    for position, likely in zip(tokens, chances, strict=True):
+    for candidates, likely in zip(tokens, chances, strict=True):
         after = []
-        for token, chance in zip(position, likely, strict=True):
+        for token, chance in zip(candidates, likely, strict=True):
             if chance > 0:
                 node = graph.add_node(before[0], token, chance)
                 for other in before[1:]:

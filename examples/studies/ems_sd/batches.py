@@ -187,8 +187,7 @@ def time_batches(  # noqa: PLR0913 - what is timed, on what, and how
     for repeat, number, size, method in order:
         if (method.name, size, number, repeat) in done:
             continue
-        rows = [texts[(number * size + row) % len(texts)] for row in range(size)]
-        batch = left_padded(rows)
+        batch = left_padded([texts[index] for index in in_batch(number, size, len(texts))])
         runs = {}
         for contender in rotated(extent.contenders, repeat):
             given = _further_left(batch, extent.left_padding) if contender == LEFT else batch
@@ -196,6 +195,11 @@ def time_batches(  # noqa: PLR0913 - what is timed, on what, and how
             runs[contender] = whole, _run(model, method, contender, given, 1, clock)
             progress()
         yield _records(method.name, runs, size, number, repeat)
+
+
+def in_batch(number: int, size: int, num_prompts: int) -> list[int]:
+    """Return the indices of the prompts in batch `number` of a size, assigned cyclically."""
+    return [(number * size + row) % num_prompts for row in range(size)]
 
 
 def _further_left(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:

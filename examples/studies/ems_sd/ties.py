@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.studies.ems_sd.batches import LOOKUP
+from examples.studies.ems_sd.batches import LOOKUP, in_batch
 from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import left_padded, load_prompts
@@ -48,7 +48,7 @@ def examine(
         new_tokens: maximum number of tokens generated per row.
 
     Yields:
-        Per batch its prompts, and per row the differences as dicts, without those before.
+        Per batch the indices of its prompts, and per row the `Difference`s as dicts.
     """
     ends = end_tokens(model)
     alone: dict[int, list[int]] = {}
@@ -92,9 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     texts = [prompt.encode(tokenizer)[0] for prompt in load_prompts(tasks=[options.task])]
-    # As in `batches`.
     numbered = product(options.batch_sizes, range(options.batches))
-    batches = [[(n * size + row) % len(texts) for row in range(size)] for size, n in numbered]
+    batches = [in_batch(number, size, len(texts)) for size, number in numbered]
     config = replace(LOOKUP, prompt_only=True, batching="unpadded")
     arguments = " ".join(argv if argv is not None else sys.argv[1:])
     facts = {

@@ -81,11 +81,11 @@ class FewTokensHead(nn.Module):
         return self.scores(hidden)
 
     def tokens(self, indices: Tensor) -> Tensor:
-        """Return the token ids of indices in the vocabulary."""
+        """Return the token ids of indices in the draft vocabulary."""
         return indices if self.vocabulary is None else self.vocabulary[indices]
 
     def indices(self) -> Tensor:
-        """Return (V,) int64 indices of the tokens in the vocabulary, -1 for those outside."""
+        """Return (V,) int64 indices of all tokens in the draft vocabulary, -1 for those outside."""
         if self.vocabulary is None:
             return torch.arange(self.full_size)
         indices = torch.full((self.full_size,), -1)

@@ -202,7 +202,7 @@ def most_added_bytes(run: Callable[[], object]) -> int:
 
 
 @torch.no_grad()
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of the memory")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
 @pytest.mark.parametrize("row_major", LAYOUTS)
 def test_the_weight_is_read_in_place(row_major: bool) -> None:
     linear = bnb.nn.Linear4bit(2048, 4096, bias=False, compute_dtype=torch.bfloat16)

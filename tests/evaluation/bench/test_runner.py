@@ -250,7 +250,7 @@ CPU = torch.device("cpu")
 BLOCK_BYTES = 1 << 28
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells peaks")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
 def test_a_block_that_was_held_for_a_while() -> None:
     reset_peak(CPU)
     before = peak_bytes(CPU)
